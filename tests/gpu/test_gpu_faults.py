@@ -141,7 +141,7 @@ def leaving(free_bytes: int) -> Iterator[None]:
 
 
 def test_a_node_has_no_more_of_a_card_than_others_leave(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    with leaving(4 << 30), serving(tmp_path, tiny_folder("llama"), GPU, memory="100GiB") as server:
+    with leaving(4 << 30), serving(tmp_path, tiny_folder("llama"), GPU, memory="16GiB") as server:
         (one,) = server.get("/api/nodes").json()["data"]
         assert one["memory_bytes"] < 4 << 30
         assert not any(text.startswith("error") for text in asyncio.run(read_all(server)))
@@ -152,7 +152,7 @@ def test_where_a_card_becomes_full_every_stream_ends_and_later_ones_are_answered
     tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """A worker that cannot have what it was promised ends, says why, and starts again with what is there."""
-    with serving(tmp_path, tiny_folder("llama"), GPU, memory="100GiB", resume="10s") as server:
+    with serving(tmp_path, tiny_folder("llama"), GPU, memory="16GiB", resume="10s") as server:
         with leaving(8 << 20):
             texts = asyncio.run(read_all(server))
         failed = {text for text in texts if text.startswith("error")}

@@ -94,24 +94,13 @@ def doctor(
 
 def _prepare(store: Path | None) -> None:
     """Compile GPU kernels for the shapes of all models that are here, once for each GPU of another kind."""
-    from dovetail.store import Catalogue, open_checkpoint
+    from dovetail.cli.gpu_kernels import prepare_kernels
+    from dovetail.store import Catalogue
 
     usable = usable_gpus()
     if not usable:
         raise ConfigError("--prepare: there is no GPU here that models could run on")
-    from dovetail.engine.devices.cuda.device import CudaDevice
-    from dovetail.engine.devices.opening import open_device
-
-    device = open_device(usable[0], threads=1)
-    assert isinstance(device, CudaDevice)
-    for card in Catalogue(store).cards():
-        started = time.monotonic()
-        checkpoint = open_checkpoint(card.path)
-        try:
-            device.prepare(checkpoint, device.compute_dtype("auto", card.dtype or "f32"))
-        finally:
-            checkpoint.close()
-        typer.echo(f"{card.name}: kernels for {device.label} are ready ({time.monotonic() - started:.1f} s)", err=True)
+    prepare_kernels(usable[0], Catalogue(store).cards())
 
 
 def examine(store: Path) -> Report:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dovetail.cli.completion import local_models
+from dovetail.cli.gpu_kernels import prepare_kernels
 from dovetail.cli.output import human_age, human_bytes, human_count, print_json, print_table
+from dovetail.machine import usable_gpus
 
 if TYPE_CHECKING:
     from dovetail.modelspec import ModelSpec
@@ -68,6 +70,10 @@ def pull(
     ] = Layout.AUTO,
     tp: Annotated[int, typer.Option(help="Cut for so many devices (tensor parallelism).", min=1)] = 1,
     force: Annotated[bool, typer.Option("--force", help="Pull again even if it is here.")] = False,
+    kernels: Annotated[
+        bool,
+        typer.Option(help="Where there is a GPU, compile its kernels for this model, for first requests to be fast."),
+    ] = True,
     store: Store = None,
     as_json: AsJson = False,
 ) -> None:
@@ -80,6 +86,8 @@ def pull(
         entry = catalogue.take(
             source, name=name, dtype=dtype.value, progress=progress, force=force, layout=layout.value, ranks=tp
         )
+    if kernels and entry.card is not None and (usable := usable_gpus()):
+        prepare_kernels(usable[0], [entry.card])
     if as_json:
         print_json(_summary(catalogue, entry))
     else:

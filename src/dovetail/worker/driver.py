@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from dovetail.engine.devices import Preparable
 from dovetail.eventlog import EventLog
 from dovetail.node import events
 from dovetail.node.node import Node
@@ -115,6 +116,13 @@ class NodeDriver:
         """What they take of the node's memory has."""
         self.home.changed(self._clock())
         self.carry_out()
+
+    def prepare_next(self) -> bool:
+        """Some of what first requests would wait for, while nothing is to be computed; False if nothing is left."""
+        return any(
+            isinstance(runner.executor, Preparable) and runner.executor.prepare_next()
+            for runner in self.runners.values()
+        )
 
     def relieve(self) -> int:
         """The host is short of memory: give idle pages back, then close the longest idle instance."""

@@ -139,7 +139,7 @@ class Worker:
         is_idle = True
         while self._running:
             self._pulse.beat()
-            self._receive(wait=is_idle)
+            self._receive(wait=is_idle and not self._driver.prepare_next())
             is_idle = not self._driver.take_turn() and not self._driver.home.is_touched
             if is_idle:  # else it is told while the next iteration runs
                 self._tell()

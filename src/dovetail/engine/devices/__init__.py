@@ -89,6 +89,14 @@ class Arriving(Protocol):
         """Of the weights; by any thread. Iterations that are launched before all are there wait for them."""
 
 
+@runtime_checkable
+class Preparable(Protocol):
+    """An executor that can do some of its first requests' work before they come."""
+
+    def prepare_next(self) -> bool:
+        """A piece of it, some milliseconds, while nothing else is to be computed; False if nothing is left."""
+
+
 class Device(Protocol):
     kind: DeviceKind
     label: str  # of its profiles: what it is, and how much of it

@@ -67,6 +67,13 @@ class Reclaimer:
 
 
 RECLAIMER = Reclaimer()  # of the process
+_LENT = Reclaimer()  # the same for memory that may be used again: orders that rest keep no others waiting
+
+
+def wait_for_memory() -> bool:
+    """Until all that is on its way back to the device is there; False if nothing was."""
+    was_lent = _LENT.wait()
+    return RECLAIMER.wait() or was_lent
 
 
 class CudaArena:
@@ -84,7 +91,7 @@ class CudaArena:
         self._address = int(_checked(driver.cuMemAddressReserve(self.reserved_bytes, 0, 0, 0)))
         self._handles: list[Any] = []
         self._view: torch.Tensor | None = None
-        self._is_shrinking = False  # addresses behind the head may still be mapped
+        self._unmapped: threading.Event | None = None  # set when addresses behind the head are no longer mapped
         self._lent = 0  # counts `lend` and what ends it
         self._lending = threading.Lock()
         self.in_use: tuple[torch.cuda.Event, ...] = ()  # by what may still read the memory
@@ -101,9 +108,9 @@ class CudaArena:
         wanted = -(-num_bytes // self._chunk_bytes)
         assert wanted * self._chunk_bytes <= self.reserved_bytes, f"{num_bytes:,} bytes of {self.reserved_bytes:,}"
         before = len(self._handles)
-        if wanted > before and self._is_shrinking:
-            RECLAIMER.wait()
-            self._is_shrinking = False
+        if wanted > before and self._unmapped is not None:
+            self._unmapped.wait()
+            self._unmapped = None
         try:
             while len(self._handles) < wanted:
                 self._map_one()
@@ -111,24 +118,28 @@ class CudaArena:
             self._unmap(self._take_from(before))
             raise
         if wanted < before:
-            self._is_shrinking = True
-            self._unmap_later(self._take_from(wanted))
+            self._unmapped = self._unmap_later(self._take_from(wanted))
 
     def lend(self) -> None:
         """Nothing is kept in it for now. The memory goes back in a moment, unless the arena is resized before."""
         events, lent = self.in_use, self._lent
 
         def unmap() -> None:
-            RECLAIMER.hold(_LENT_S)
+            _LENT.hold(_LENT_S)
             torch.cuda.set_device(self._device)
             for event in events:
                 event.synchronize()
+            done = threading.Event()
             with self._lending:
                 chunks = self._take_from(0) if lent == self._lent else []
-                self._is_shrinking |= bool(chunks)
-            self._unmap(chunks)
+                if chunks:
+                    self._unmapped = done
+            try:
+                self._unmap(chunks)
+            finally:
+                done.set()
 
-        RECLAIMER.add(unmap)
+        _LENT.add(unmap)
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A view of the whole range; only what is committed may be touched. Must not outlive the arena."""
@@ -152,7 +163,7 @@ class CudaArena:
 
     def _map_one(self) -> None:
         code, handle = driver.cuMemCreate(self._chunk_bytes, self._property, 0)
-        if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY and RECLAIMER.wait():
+        if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY and wait_for_memory():
             code, handle = driver.cuMemCreate(self._chunk_bytes, self._property, 0)
         if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise OutOfMemory(f"the device has no {self._chunk_bytes:,} bytes left")
@@ -174,19 +185,23 @@ class CudaArena:
             _checked(driver.cuMemUnmap(address, self._chunk_bytes))
             _checked(driver.cuMemRelease(handle))
 
-    def _unmap_later(self, chunks: list[tuple[int, Any]], freed: int = 0) -> None:
-        """And give the addresses from `freed` on back."""
-        events = self.in_use
+    def _unmap_later(self, chunks: list[tuple[int, Any]], freed: int = 0) -> threading.Event:
+        """And give the addresses from `freed` on back. Returns what is set when it is done."""
+        events, done = self.in_use, threading.Event()
 
         def unmap() -> None:
-            torch.cuda.set_device(self._device)
-            for event in events:
-                event.synchronize()
-            self._unmap(chunks)
-            if freed:
-                _checked(driver.cuMemAddressFree(freed, self.reserved_bytes))
+            try:
+                torch.cuda.set_device(self._device)
+                for event in events:
+                    event.synchronize()
+                self._unmap(chunks)
+                if freed:
+                    _checked(driver.cuMemAddressFree(freed, self.reserved_bytes))
+            finally:
+                done.set()
 
         RECLAIMER.add(unmap)
+        return done
 
 
 def bytes_at(address: int, size: int, device: torch.device) -> torch.Tensor:

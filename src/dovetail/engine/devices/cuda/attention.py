@@ -28,7 +28,11 @@ def _cap(scores, softcap):
     return softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
 
 
-@triton.jit(do_not_specialize=["window", "num_splits", "num_heads"])
+# The same kernels for every length: neither the width of a table of blocks nor where one begins makes another.
+@triton.jit(
+    do_not_specialize=["window", "num_splits", "num_heads", "table_stride"],
+    do_not_specialize_on_alignment=["table", "lengths"],
+)
 def _decode_kernel(
     q, cache, table, lengths, partial, stats, out, scale, softcap,
     q_stride, block_stride, value_offset, token_stride, table_stride, out_stride, window, num_splits, num_heads,
@@ -165,7 +169,10 @@ def decode(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(
+    do_not_specialize=["window", "table_stride"],
+    do_not_specialize_on_alignment=["table", "tile_rows", "tile_first", "sequences"],
+)
 def _prefill_kernel(
     q, cache, table, out, tile_rows, tile_first, sequences, scale, softcap,
     q_stride, block_stride, value_offset, token_stride, table_stride, out_stride, window,

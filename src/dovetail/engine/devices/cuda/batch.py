@@ -100,7 +100,7 @@ class MixedAttention:
     def __call__(self, qkv: Tensor, cache: Tensor, shape: AttentionShape) -> Tensor:
         batch = self._batch
         if batch.whole_prompt and shape.softcap is None and shape.window == 0:
-            return _causal(qkv, shape)
+            return causal(qkv, shape)
         size = shape.num_heads * shape.head_dim
         out = torch.empty(len(qkv), size, dtype=qkv.dtype, device=qkv.device)
         single = batch.num_single
@@ -113,7 +113,7 @@ class MixedAttention:
         return out
 
 
-def _causal(qkv: Tensor, shape: AttentionShape) -> Tensor:
+def causal(qkv: Tensor, shape: AttentionShape) -> Tensor:
     """A prompt that has no context but itself: the vendor's kernels, which are faster than ours."""
     heads = qkv.view(len(qkv), -1, shape.head_dim).transpose(0, 1)[None]  # [1, heads + 2·kv_heads, n, d]
     q, k, v = heads.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)

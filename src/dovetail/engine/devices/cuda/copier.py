@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -97,6 +98,14 @@ class HostCopier:
                 target.copy_(source, non_blocking=True)
             else:
                 self._copy_by_ring(target, source)
+
+    def copy_all(self, target: Tensor, sources: Iterable[Tensor], name: str) -> None:
+        """Of the tensor of this name, one behind the other."""
+        at = 0
+        for source in sources:
+            self.copy(target[at : at + len(source)], source)
+            at += len(source)
+        assert at == len(target), f"{name}: {at} bytes came, {len(target)} were expected"
 
     def _copy_by_ring(self, target: Tensor, source: Tensor) -> None:
         for start in range(0, len(source), RING_BYTES):

@@ -10,11 +10,12 @@ import torch
 
 from dovetail.engine.adapters import AdapterMatrices
 from dovetail.engine.devices import Peaks
+from dovetail.engine.devices.card_memory import granted_bytes
 from dovetail.engine.devices.cuda.adapter_image import AdapterImage
 from dovetail.engine.devices.cuda.adapters import CudaAdapter
 from dovetail.engine.devices.cuda.copier import RegisteredPool
 from dovetail.engine.devices.cuda.executor import CudaExecutor, SharedStreams, gpu_dtype
-from dovetail.engine.devices.cuda.warming import run_each_kind
+from dovetail.engine.devices.cuda.graphs import batch_sizes
 from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.executor import ExecutorConfig
 from dovetail.errors import ConfigError
@@ -23,6 +24,8 @@ from dovetail.machine import slug
 from dovetail.modelspec import ModelSpec, activation_dtype
 from dovetail.node.ports import Checkpoint, HostTensor
 from dovetail.policy.placement import DeviceKind
+from dovetail.sched.turn import Turn, TurnRow
+from dovetail.types import SamplingParams
 
 MEMORY_SHARE = 0.9  # of what others leave; the rest is for activations, graphs and the libraries' own
 log = logging.getLogger("dovetail.worker")
@@ -50,11 +53,10 @@ class CudaDevice:
         self._peaks: Peaks | None = None
 
     def node_bytes(self, asked: int) -> int:
-        if asked > self._free_bytes:
-            log.warning(
-                "of %s only %.1f GB are free, %.1f were asked for", self.label, self._free_bytes / 1e9, asked / 1e9
-            )
-        return min(asked, self._free_bytes) or self.memory_bytes
+        if not asked:
+            return self.memory_bytes
+        whole = torch.cuda.get_device_properties(self.device).total_memory
+        return granted_bytes(self.label, asked, self._free_bytes, whole)
 
     def compute_dtype(self, asked: str, stored: str) -> str:
         return gpu_dtype(asked, stored)
@@ -90,7 +92,7 @@ class CudaDevice:
         executor = self.executor(Zeros(one_layer, checkpoint), config)
         executor.resize(executor.max_blocks)
         try:
-            run_each_kind(executor, longest, config.block_size, self.max_batch)
+            _run_each_kind(executor, longest, config.block_size, self.max_batch)
         finally:
             executor.close()
 
@@ -108,6 +110,22 @@ class CudaDevice:
             del large, a, b
             torch.cuda.empty_cache()
         return self._peaks
+
+
+def _run_each_kind(executor: CudaExecutor, longest: int, block_size: int, max_batch: int) -> None:
+    """One iteration of every kind that has kernels of its own; the executor has memory for as many rows as it takes."""
+    blocks = list(range(-(-longest // block_size)))
+    tokens = [0] * longest
+    greedy, drawn = (SamplingParams(max_tokens=1, seed=0, temperature=value) for value in (0.0, 1.0))
+
+    def row(index: int, start: int, count: int, sampling: SamplingParams = greedy) -> TurnRow:
+        return TurnRow(index, tokens[: start + count], start, count, blocks, longest, sampling, samples=True)
+
+    executor.run(Turn((row(0, 0, longest),)))
+    executor.run(Turn((row(0, longest - 1, 1), row(1, 0, longest))))
+    for batch in batch_sizes(max_batch):
+        executor.run(Turn(tuple(row(index, longest - 1, 1) for index in range(batch))))
+    executor.run(Turn((row(batch, longest - 1, 1, drawn),)))
 
 
 class Zeros:

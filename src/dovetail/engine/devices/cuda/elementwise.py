@@ -32,7 +32,7 @@ def _scaled(normed, weight, bias, offsets, mask, dtype: tl.constexpr, LAYER: tl.
     return normed.to(dtype).to(tl.float32) * scale.to(dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def _add_norm_kernel(
     residual, update, normed, weight, bias, post_weight, rows, width, update_stride, eps,
     ADD: tl.constexpr, POST: tl.constexpr, LAYER: tl.constexpr, IN_FLOAT32: tl.constexpr, GATHER: tl.constexpr,
@@ -102,7 +102,7 @@ def add_norm(
     return normed
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rotate_and_write_kernel(
     qkv, positions, slots, cache, frequencies, q_weight, k_weight, rope_scale, eps,
     qkv_stride, block_stride, value_offset, token_stride, num_heads, num_kv_heads,

@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -25,21 +24,22 @@ from dovetail.engine.devices.cuda.batch import GreedyRows, MixedAttention, build
 from dovetail.engine.devices.cuda.copier import HostCopier
 from dovetail.engine.devices.cuda.graphs import CapturedSteps, ChunkSteps, DecodeSteps, GraphMemory
 from dovetail.engine.devices.cuda.greedy import greedy
+from dovetail.engine.devices.cuda.launched import Launched
 from dovetail.engine.devices.cuda.model import CudaModel
-from dovetail.engine.devices.cuda.sampling import DeviceSampler, Reported
+from dovetail.engine.devices.cuda.sampling import DeviceSampler
 from dovetail.engine.devices.cuda.transfer import to_host
+from dovetail.engine.devices.cuda.warming import capture_next, compile_kernels, graphs_ahead
 from dovetail.engine.devices.cuda.weights import DeviceWeights
 from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.executor import ExecutorConfig, max_blocks
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.prompt_reader import PIECE_TOKENS, PromptReader, reads_prompt
-from dovetail.errors import ConfigError, DeviceLost, Unprocessable, UnsupportedModel
+from dovetail.errors import ConfigError, DeviceLost, UnsupportedModel
 from dovetail.modelspec import FP8, ModelSpec, activation_dtype
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.streaming import streamed_layers
 from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
-from dovetail.types import TokenLogprobs
 
 PARKED = 8  # closed executors whose addresses and graphs are kept; each has some megabytes of scratch memory
 
@@ -86,36 +86,6 @@ class SharedStreams:
             raise DeviceLost(f"the GPU {self.device.index} does not answer any longer: {reason}") from error
 
 
-@dataclass
-class _Launched:
-    sampled: list[TurnRow]
-    done: torch.cuda.Event
-    is_decode: bool  # by `DecodeSteps`
-    is_typical: bool
-    tokens: Tensor | None = None  # on the host once `done`
-    logits: Tensor | None = None  # of rows that are still to be sampled: the host has to look at their texts first
-    failures: dict[int, str] = field(default_factory=dict)  # by place: what is wrong with a row's own request
-    reported: Reported | None = None  # log-probabilities
-
-    def outcome(self, grammars: Grammars) -> Outcome:
-        """Once it is done."""
-        assert self.tokens is not None
-        tokens = self.tokens.tolist()
-        pairs = list(zip(self.sampled, tokens, strict=True))
-        logprobs = self.reported.take(self.sampled, tokens) if self.reported is not None else {}
-        if not self.failures and not logprobs and not grammars.has_states:
-            return Outcome(tuple([_outcome(row, token) for row, token in pairs]))
-        rows = []
-        for at, (row, token) in enumerate(pairs):
-            outcome = _outcome(row, token)
-            if at in self.failures:
-                outcome = RowOutcome(row.sequence, token=0, error=self.failures[at], unprocessable=True)
-            elif outcome.error is None:
-                outcome = _judged(row, token, logprobs.get(at), grammars)
-            rows.append(outcome)
-        return Outcome(tuple(rows))
-
-
 def lacking_on_gpu(spec: ModelSpec) -> str | None:
     """What a model needs that the GPU's layers do not compute; None = nothing."""
     if spec.encoder is not None:
@@ -138,13 +108,8 @@ class CudaExecutor:
 
     def __init__(self, checkpoint: Checkpoint, config: ExecutorConfig, device: SharedStreams, max_batch: int) -> None:
         """Takes the checkpoint over: it is closed when its bytes are on the device, or with the model if some stay."""
-        if config.kv == "int8":
-            raise ConfigError("kv: int8 is for CPUs; a GPU keeps keys and values in the type that it computes in")
-        spec = checkpoint.spec
-        lacking = lacking_on_gpu(spec)
-        if lacking is not None:
-            raise UnsupportedModel(f"the family {spec.family} runs on CPUs only: {lacking} is not there on GPUs yet")
-        self.spec = spec
+        self.spec = spec = checkpoint.spec
+        _check(spec, config)
         self.shape = _shape_of(checkpoint, config)
         self.level = "cuda"
         self.dtype = gpu_dtype(config.dtype, checkpoint.pieces("embed.weight")[0].dtype)
@@ -152,6 +117,7 @@ class CudaExecutor:
         self._device = device
         self.max_blocks = max_blocks(config, spec.kv_bytes_per_token(self.dtype) * config.block_size)
         self._weights = _weights(checkpoint, dtype, device, config, in_fp8=self.dtype == FP8)
+        self.arrived_share = self._weights.arrived_share
         self._checkpoint: Checkpoint | None = checkpoint
         self._model: CudaModel | None = CudaModel(spec, self._weights, device.device)
         self.weight_bytes = self.copied_bytes = self._weights.num_bytes
@@ -175,8 +141,11 @@ class CudaExecutor:
         self._failed: list[RowOutcome] = []  # rows of the launched iteration that were not computed
         self._reading: list[TurnRow] = []  # rows of the launched iteration whose prompts are read when it is collected
         self._greedy_rows = GreedyRows()
-        self._launched: deque[_Launched] = deque(maxlen=2)  # not collected; the second follows the first
+        self._launched: deque[Launched] = deque(maxlen=2)  # not collected; the second follows the first
         self.was_typical = True
+        self._graphs_ahead = graphs_ahead(self._decode, self._chunk)
+        if not self._weights.reads_host:
+            compile_kernels(self.shape, self._model, self._cache, self._decode, self._chunk)
         self._sampler.compile()
 
     def _make_cache_arena(self, size: int) -> CudaArena:
@@ -200,7 +169,7 @@ class CudaExecutor:
         return self._model.states(batch.tokens, batch.positions, batch.slots, cache.addresses(), None, attend, adapted)
 
     def all_logits(self, row: TurnRow, cache: KVCache) -> Iterator[Tensor]:
-        assert self._model is not None, "the executor is closed"
+        assert self._model is not None
         for piece in self.states(row, cache).split(PIECE_TOKENS):
             yield self._model.head(piece).float()
 
@@ -236,7 +205,7 @@ class CudaExecutor:
     def _launch(self, rows: list[TurnRow], previous: Sequence[int] = ()) -> None:
         is_decode = self._is_decode(rows)
         sampled = [row for row in rows if row.samples]
-        launched = _Launched(sampled, torch.cuda.Event(), is_decode, is_typical=True)
+        launched = Launched(sampled, torch.cuda.Event(), is_decode, is_typical=True)
         if self._greedy_rows.has_all(sampled) or (not previous and only_greedy(sampled)):
             launched.sampled, _, launched.tokens = self._forward(rows, previous)
         else:
@@ -249,7 +218,7 @@ class CudaExecutor:
                 self._sample(launched, logits)
         self._note(launched)
 
-    def _sample(self, launched: _Launched, logits: Tensor) -> None:
+    def _sample(self, launched: Launched, logits: Tensor) -> None:
         rows = launched.sampled
         if launched.is_decode:
             launched.tokens, launched.failures = self._decode.sample(rows, logits, self._sampler)
@@ -259,7 +228,7 @@ class CudaExecutor:
         launched.reported = self._sampler.report(rows, logits, chosen)
         launched.tokens = to_host(chosen)
 
-    def _sample_late(self, launched: _Launched) -> None:
+    def _sample_late(self, launched: Launched) -> None:
         """What was computed as far as its logits, now that the texts before it are known."""
         if launched.logits is not None:
             if not self._steps.is_last_user():  # another model's iteration came between, in the same memory
@@ -269,7 +238,7 @@ class CudaExecutor:
             launched.done.record()
             self._used = launched.done
 
-    def _note(self, launched: _Launched) -> None:
+    def _note(self, launched: Launched) -> None:
         launched.is_typical = self._steps.take_known() and self._weights.has_arrived()
         launched.done.record()
         self._used = launched.done
@@ -359,10 +328,8 @@ class CudaExecutor:
         if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None
-        if self._model is not None:
-            self._park()
-
-    def _park(self) -> None:
+        if self._model is None:
+            return
         self._adapters.clear()
         self._decode.forget_tables()
         self._cache_arena.in_use = (self._used,)
@@ -390,9 +357,12 @@ class CudaExecutor:
         self._weights.close()
         self._cache.close()
 
-    def arrived_share(self) -> float:
-        """Of the weights, by any thread; an iteration that is launched before all of them are there waits for them."""
-        return self._weights.arrived_share()
+    def prepare_next(self) -> bool:
+        """Capture one more graph, between two iterations; False if nothing is left to prepare for now."""
+        if self._launched or not self._cache.num_blocks or not self._weights.has_arrived():
+            return False
+        with torch.inference_mode(), torch.cuda.stream(self._device.stream):
+            return capture_next(self._graphs_ahead)
 
     def _let_go_of_source(self) -> None:
         if self._checkpoint is not None and self._weights.has_arrived() and not self._weights.reads_host:
@@ -452,6 +422,14 @@ def _weights(
     )
 
 
+def _check(spec: ModelSpec, config: ExecutorConfig) -> None:
+    if config.kv == "int8":
+        raise ConfigError("kv: int8 is for CPUs; a GPU keeps keys and values in the type that it computes in")
+    lacking = lacking_on_gpu(spec)
+    if lacking is not None:
+        raise UnsupportedModel(f"the family {spec.family} runs on CPUs only: {lacking} is not there on GPUs yet")
+
+
 def _shape_of(checkpoint: Checkpoint, config: ExecutorConfig) -> tuple[object, ...]:
     """What an executor's addresses and graphs depend on: all but the values, and what is known of the text."""
     spec = checkpoint.spec
@@ -472,20 +450,3 @@ def gpu_dtype(name: str, stored: str) -> str:
     if name == FP8 and torch.cuda.get_device_capability() < (8, 9):
         raise ConfigError(f"dtype: fp8: {torch.cuda.get_device_name()} has no products of 8-bit floats")
     return name
-
-
-def _judged(row: TurnRow, token: int, logprobs: TokenLogprobs | None, grammars: Grammars) -> RowOutcome:
-    """With what its grammar says of the token."""
-    ends = False
-    if row.sampling.grammar is not None and grammars.follows(row.sequence):
-        try:
-            ends = grammars.is_complete_after(row, token)
-        except Unprocessable as error:
-            return RowOutcome(row.sequence, token=0, error=str(error), unprocessable=True)
-    return RowOutcome(row.sequence, token, logprobs, ends)
-
-
-def _outcome(row: TurnRow, token: int) -> RowOutcome:
-    if token < 0:
-        return RowOutcome(row.sequence, token=0, error="the model computed a value that is not a number")
-    return RowOutcome(row.sequence, token)

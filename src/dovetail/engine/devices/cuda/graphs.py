@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dovetail.engine.devices.cuda.adapter_image import most_tiles
-from dovetail.engine.devices.cuda.adapters import AdaptedShape, AdapterInputs, BoundAdapters
+from dovetail.engine.devices.cuda.adapters import NO_ADAPTERS, AdaptedShape, AdapterInputs, BoundAdapters
 from dovetail.engine.devices.cuda.attention import (
     AttentionShape,
     DecodeScratch,
@@ -102,6 +102,15 @@ class CapturedSteps:
         graph, outputs = self._graphs[name]
         graph.replay()
         return outputs
+
+    def capture(self, name: str, run: Callable[[], Outputs]) -> bool:
+        """A graph that is not there yet, by running its step without rows; False if it is, or cannot be."""
+        if name in self._graphs or not self._capturable():
+            return False
+        while name not in self._graphs:  # the first time runs kernel by kernel
+            run()
+        self._is_known = True
+        return True
 
     def has(self, name: str) -> bool:
         """It is a graph, whose outputs are where they were the last time."""
@@ -224,9 +233,30 @@ class DecodeSteps:
         shape = self._adapters.fill(rows, bucket, bucket)
         self._taken.record()
         self._ran = _name(f"decode {bucket}{'' if greedily else ' to logits'}", shape)
-        return self._steps.run(self._ran, lambda: self._step(bucket, shape, greedily))
+        return self._steps.run(self._ran, lambda: self._step(bucket, shape, greedily, self._model))
 
-    def _step(self, bucket: int, adapters: AdaptedShape, greedily: bool) -> Outputs:
+    def run_empty(self, bucket: int, model: CudaModel) -> None:
+        """Kernel by kernel, with rows that write nothing and attend to nothing."""
+        self._fill_empty(bucket)
+        self._step(bucket, NO_ADAPTERS, True, model)
+
+    def capture(self, bucket: int, *, greedily: bool) -> bool:
+        """The graph of a bucket, ahead of its first use, between two iterations; False if it is there."""
+        name = _name(f"decode {bucket}{'' if greedily else ' to logits'}", NO_ADAPTERS)
+
+        def run() -> Outputs:
+            self._fill_empty(bucket)
+            return self._steps.run(name, lambda: self._step(bucket, NO_ADAPTERS, greedily, self._model))
+
+        return self._steps.capture(name, run)
+
+    def _fill_empty(self, bucket: int) -> None:
+        self._taken.synchronize()
+        self._fill((), bucket, ())
+        copy_words(self._host, self._inputs)
+        self._taken.record()
+
+    def _step(self, bucket: int, adapters: AdaptedShape, greedily: bool, model: CudaModel) -> Outputs:
         fill_in(self._inputs[0, :bucket], self._chosen)
         tokens, positions, slots, lengths = self._inputs[:, :bucket]
 
@@ -238,7 +268,7 @@ class DecodeSteps:
             return out
 
         adapted = self._adapters.rows(bucket, adapters)
-        logits = self._model.forward(tokens, positions, slots, self._cache, None, attend, adapted)
+        logits = model.forward(tokens, positions, slots, self._cache, None, attend, adapted)
         return logits, greedy(logits, out=self._chosen[:bucket]) if greedily else self._chosen[:bucket]
 
     def _fill(self, rows: Sequence[TurnRow], bucket: int, previous: Sequence[int]) -> None:
@@ -305,9 +335,32 @@ class ChunkSteps:
         self._fill(rows, bucket, places)
         shape = self._adapters.fill(rows, bucket, most_tiles(bucket, places))
         name = _name(f"chunk {bucket} {places}", shape)
-        logits, chosen = self._steps.run(name, lambda: self._step(bucket, places, shape))
+        logits, chosen = self._steps.run(name, lambda: self._step(bucket, places, shape, self._model))
         best = copy_words(chosen, self._best[:places])
         return logits[: len(rows)], best[: len(rows)]
+
+    @property
+    def kinds(self) -> list[tuple[int, int]]:
+        """Lengths and places, of one prompt first."""
+        return [(bucket, places) for places in (1, _MOST_CHUNKS) for bucket in self._buckets]
+
+    def run_empty(self, bucket: int, places: int, model: CudaModel) -> None:
+        """Kernel by kernel, for no prompt."""
+        self._fill((), bucket, places)
+        self._step(bucket, places, NO_ADAPTERS, model)
+        torch.cuda.current_stream().synchronize()
+
+    def capture(self, bucket: int, places: int) -> bool:
+        """As `DecodeSteps.capture`."""
+        name = _name(f"chunk {bucket} {places}", NO_ADAPTERS)
+
+        def run() -> Outputs:
+            self._fill((), bucket, places)
+            outputs = self._steps.run(name, lambda: self._step(bucket, places, NO_ADAPTERS, self._model))
+            torch.cuda.current_stream().synchronize()
+            return outputs
+
+        return self._steps.capture(name, run)
 
     def _num_tiles(self, bucket: int, places: int) -> int:
         return -(-bucket // self._tile) + places - 1
@@ -323,7 +376,7 @@ class ChunkSteps:
         ends = list(accumulate(sizes))
         return [inputs[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
-    def _step(self, bucket: int, places: int, adapters: AdaptedShape) -> Outputs:
+    def _step(self, bucket: int, places: int, adapters: AdaptedShape, model: CudaModel) -> Outputs:
         used = 3 * bucket + self._fixed(bucket, places)
         copy_words(self._host[:used], self._inputs[:used])
         parts = self._parts(self._inputs, bucket, places)
@@ -337,7 +390,7 @@ class ChunkSteps:
             return out
 
         adapted = self._adapters.rows(bucket, adapters)
-        logits = self._model.forward(tokens, positions, slots, self._cache, sampled, attend, adapted)
+        logits = model.forward(tokens, positions, slots, self._cache, sampled, attend, adapted)
         return logits, greedy(logits)
 
     def _fill(self, rows: Sequence[TurnRow], bucket: int, places: int) -> None:

@@ -44,7 +44,7 @@ def _largest_kernel(values, places, best, num_chunks, BLOCK: tl.constexpr, OVERL
     tl.store(best + row, tl.min(tl.where(value == largest, place, 2147483647), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _fill_in_kernel(tokens, chosen, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(tokens + at, mask=at < count, other=0)

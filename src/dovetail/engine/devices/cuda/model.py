@@ -6,6 +6,7 @@ One implementation for all families: what differs between them is in ModelSpec.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -122,6 +123,13 @@ class CudaModel:
         uses_rope = spec.position_offset is None
         self._rope = DeviceRope(spec.rope if uses_rope else None, spec.head_dim, device)
         self._rope_local = DeviceRope(spec.rope_local, spec.head_dim, device) if uses_rope and spec.rope_local else None
+
+    def one_of_each_kind(self) -> CudaModel:
+        """The same model of as few layers as have all of its kernels between them."""
+        kinds = {(layer.attention, layer.local_rope, layer.is_capturable): layer for layer in reversed(self.layers)}
+        few = copy.copy(self)
+        few.layers = list(kinds.values())
+        return few
 
     @property
     def is_capturable(self) -> bool:

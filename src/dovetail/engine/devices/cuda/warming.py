@@ -1,26 +1,61 @@
-"""What a model's first requests would wait for, done before they come: its kernels are compiled, or found on disk where
-an earlier process has compiled them.
+"""What the first requests of a model would wait for, done before: kernels are compiled, or found on disk where an
+earlier process has compiled them, by the thread that loads; graphs are captured while nothing else is to be computed.
 """
 
 from __future__ import annotations
 
-from dovetail.engine.devices.cuda.executor import CudaExecutor
-from dovetail.engine.devices.cuda.graphs import batch_sizes
-from dovetail.sched.turn import Turn, TurnRow
-from dovetail.types import SamplingParams
+import logging
+from collections.abc import Hashable, Iterator
+
+import torch
+
+from dovetail.engine.devices.cuda.batch import causal
+from dovetail.engine.devices.cuda.graphs import ChunkSteps, DecodeSteps
+from dovetail.engine.devices.cuda.greedy import greedy
+from dovetail.engine.devices.cuda.model import CudaModel
+from dovetail.engine.kv_cache import KVCache
+
+LONG_PROMPTS = (1024, 4096)  # which no graph is for
+log = logging.getLogger("dovetail.worker")
+_COMPILED: set[Hashable] = set()  # shapes of models that this process has all kernels of
 
 
-def run_each_kind(executor: CudaExecutor, longest: int, block_size: int, max_batch: int) -> None:
-    """One iteration of every kind that has kernels of its own; the executor has memory for as many rows as it takes."""
-    blocks = list(range(-(-longest // block_size)))
-    tokens = [0] * longest
-    greedy, drawn = (SamplingParams(max_tokens=1, seed=0, temperature=value) for value in (0.0, 1.0))
+def compile_kernels(shape: Hashable, model: CudaModel, kv: KVCache, decode: DecodeSteps, chunk: ChunkSteps) -> None:
+    """Runs a few layers on a stream of its own, without writing to the cache; once in a process for each shape."""
+    if shape in _COMPILED:
+        return
+    kv.resize(1)  # its address is looked at
+    cache = kv.addresses()
+    few, device = model.one_of_each_kind(), cache.device
+    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(device)):
+        for bucket in decode.buckets:
+            decode.run_empty(bucket, few)
+        for bucket, places in chunk.kinds:
+            chunk.run_empty(bucket, places, few)
+        for length in LONG_PROMPTS:
+            tokens = torch.zeros(length, dtype=torch.int32, device=device)
+            last = torch.zeros(1, dtype=torch.int32, device=device)
+            nowhere = torch.full_like(tokens, -1)
+            greedy(few.forward(tokens, tokens, nowhere, cache, last, lambda qkv, _, shape: causal(qkv, shape)))
+        torch.cuda.current_stream().synchronize()
+    kv.resize(0)
+    _COMPILED.add(shape)
 
-    def row(index: int, start: int, count: int, sampling: SamplingParams = greedy) -> TurnRow:
-        return TurnRow(index, tokens[: start + count], start, count, blocks, longest, sampling, samples=True)
 
-    executor.run(Turn((row(0, 0, longest),)))
-    executor.run(Turn((row(0, longest - 1, 1), row(1, 0, longest))))
-    for batch in batch_sizes(max_batch):
-        executor.run(Turn(tuple(row(index, longest - 1, 1) for index in range(batch))))
-    executor.run(Turn((row(batch, longest - 1, 1, drawn),)))
+def capture_next(ahead: Iterator[bool]) -> bool:
+    """Of `graphs_ahead`; False if nothing is left. One that cannot be captured now will be at its first use."""
+    try:
+        return any(ahead)
+    except RuntimeError as error:  # no memory, mostly
+        log.warning("graphs of iterations are not captured ahead: %s", str(error).partition("\n")[0])
+        return False
+
+
+def graphs_ahead(decode: DecodeSteps, chunk: ChunkSteps) -> Iterator[bool]:
+    """Captures one graph with each step, the likeliest first; yields whether it was not there."""
+    by_size = sorted(chunk.kinds, key=lambda kind: (kind[1], kind[0]))
+    for bucket in decode.buckets:
+        yield decode.capture(bucket, greedily=True)
+        yield decode.capture(bucket, greedily=False)
+    for bucket, places in by_size:
+        yield chunk.capture(bucket, places)

@@ -12,7 +12,7 @@ layers do not stay (`streamed`): behind the tensors that do lie the slots that t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
@@ -204,7 +204,7 @@ class DeviceWeights:
             found = None
             if self._can_stay_in_host(name, checkpoint):
                 (sources,) = self._pinned_sources(name, checkpoint)
-                found = host_matrix(sources, self._kept(name, checkpoint), self._shapes[name], self._device)
+                found = host_matrix(sources, _kept_type(name, checkpoint, self.dtype), self._shapes[name], self._device)
             if found is not None:
                 self._in_host[name] = found
             elif layer in self._streamed and _is_matrix(name, self._shapes[name]):
@@ -219,7 +219,7 @@ class DeviceWeights:
             return tuple(room.take_coded(piece) for piece in pieces)
         if self._in_fp8 and is_fp8_matrix(name, shape):
             return room.take_fp8(shape)
-        return room.take(self._kept(name, checkpoint), shape)
+        return room.take(_kept_type(name, checkpoint, self.dtype), shape)
 
     def _plan_slots(self, by_layer: dict[int, list[str]], begin: int, checkpoint: Checkpoint) -> int:
         """Slots for matrices as they are stored, and room for one layer's in the form that kernels read."""
@@ -270,7 +270,7 @@ class DeviceWeights:
             if _stays_coded(name, pieces):
                 found = [_coded_bytes(checkpoint, name, piece) for piece in pieces]
             else:
-                found = [_host_bytes(checkpoint, name, self._kept(name, checkpoint))]
+                found = [_host_bytes(checkpoint, name, _kept_type(name, checkpoint, self.dtype))]
             return [[self._copier.pinned(source) for source in sources] for sources in found]
 
     def _make_slots(self, stream: torch.cuda.Stream | None) -> LayerStream | None:
@@ -279,7 +279,7 @@ class DeviceWeights:
         assert stream is not None, "somebody has to copy what is streamed"
         names = sorted(self._sources, key=_layer_of)
         layers = {layer: self._streamed_layer(list(own)) for layer, own in groupby(names, _layer_of)}
-        return LayerStream(stream, layers, torch.zeros(16, dtype=torch.uint8, device=self._bytes_device))
+        return LayerStream(stream, layers, torch.zeros(16, dtype=torch.uint8, device=self._device))
 
     def _streamed_layer(self, names: Sequence[str]) -> StreamedLayer:
         copies, unpacks = list[SlotCopy](), list[Callable[[], None]]()
@@ -297,18 +297,11 @@ class DeviceWeights:
         is_read_in_slot = any(isinstance(self._places[name], Place) for name in names)
         return StreamedLayer(tuple(copies), tuple(unpacks), is_read_in_slot)
 
-    def _kept(self, name: str, checkpoint: Checkpoint) -> torch.dtype:
-        """Norms stay as they are stored, kernels widen them; what is multiplied is in the compute type."""
-        if "norm." not in name:
-            return self.dtype
-        stored = {TORCH_DTYPES[piece.dtype] for piece in checkpoint.pieces(name)}
-        return stored.pop() if len(stored) == 1 else torch.float32
-
     def _load(self, checkpoint: Checkpoint) -> None:
         last_layer = 0
         with from_read_only_memory():
             for name in self._shapes:
-                layer = _layer_of(name) if name.startswith("layers.") else self._after(name)
+                layer = _arrives_with(name, self.spec.num_layers)
                 while last_layer < layer:
                     self._record()
                     last_layer += 1
@@ -316,9 +309,6 @@ class DeviceWeights:
                     self._copy(name, checkpoint)
         self._record()
         assert len(self._events) == self.spec.num_layers + 1
-
-    def _after(self, name: str) -> int:
-        return 0 if name in ("embed.weight", "positions.weight") else self.spec.num_layers
 
     def _record(self) -> None:
         event = torch.cuda.Event()
@@ -330,7 +320,9 @@ class DeviceWeights:
         if isinstance(checkpoint, PooledCheckpoint):
             checkpoint.wait(name)
         if isinstance(place, Place):
-            self._fill(self._at(place).reshape(-1).view(torch.uint8), _host_bytes(checkpoint, name, place.dtype), name)
+            self._copier.copy_all(
+                self._at(place).reshape(-1).view(torch.uint8), _host_bytes(checkpoint, name, place.dtype), name
+            )
             return
         if isinstance(place, Fp8Place):
             self._copy_rounded(place, _host_bytes(checkpoint, name, self.dtype), name)
@@ -342,30 +334,33 @@ class DeviceWeights:
     def _copy_coded(self, place: CodedPlace, sources: Sequence[Tensor], name: str) -> None:
         """Through memory of the copying stream, which is that stream's to use again."""
         with torch.cuda.stream(self._copier.stream):
-            cells = torch.empty(sum(map(len, sources)), dtype=torch.uint8, device=self._bytes_device)
-            self._fill(cells, sources, name)
+            cells = torch.empty(sum(map(len, sources)), dtype=torch.uint8, device=self._device)
+            self._copier.copy_all(cells, sources, name)
             self._lay_out(place, cells)
 
     def _copy_rounded(self, place: Fp8Place, sources: Sequence[Tensor], name: str) -> None:
         with torch.cuda.stream(self._copier.stream):
-            wide = torch.empty(sum(map(len, sources)), dtype=torch.uint8, device=self._bytes_device)
-            self._fill(wide, sources, name)
+            wide = torch.empty(sum(map(len, sources)), dtype=torch.uint8, device=self._device)
+            self._copier.copy_all(wide, sources, name)
             _round(self._at(place.values), self._at(place.scales), wide.view(self.dtype))
 
     def _lay_out(self, place: CodedPlace, cells: Tensor) -> None:
         lay_out(cells, place.coding, self._at(place.codes), [self._at(scale) for scale in place.scales])
 
-    @property
-    def _bytes_device(self) -> torch.device:
-        assert self._bytes is not None, "the weights are closed"
-        return self._bytes.device
 
-    def _fill(self, target: Tensor, sources: Iterable[Tensor], name: str) -> None:
-        at = 0
-        for source in sources:
-            self._copier.copy(target[at : at + len(source)], source)
-            at += len(source)
-        assert at == len(target), f"{name}: {at} bytes came, {len(target)} were expected"
+def _kept_type(name: str, checkpoint: Checkpoint, dtype: torch.dtype) -> torch.dtype:
+    """Norms stay as they are stored, kernels widen them; what is multiplied is in the compute type."""
+    if "norm." not in name:
+        return dtype
+    stored = {TORCH_DTYPES[piece.dtype] for piece in checkpoint.pieces(name)}
+    return stored.pop() if len(stored) == 1 else torch.float32
+
+
+def _arrives_with(name: str, num_layers: int) -> int:
+    """The layer whose event it is there with."""
+    if name in ("embed.weight", "positions.weight"):
+        return 0
+    return _layer_of(name) if name.startswith("layers.") else num_layers
 
 
 def _round(values: Tensor, scales: Tensor, wide: Tensor) -> None:
