@@ -14,8 +14,6 @@ import msgspec
 _SIZE = 1 << 18
 _HEADER = 24  # three words: beats, milliseconds that the iteration is expected to take, bytes of names
 _BEATS, _EXPECTED_MS, _NUM_BYTES = range(3)
-# Of what an iteration is expected to take: estimates are wrong, and cores are shared.
-HANG_FACTOR = 4.0
 UNUSABLE_CODE = 78  # a worker ends with it where no retry mends what is wrong, and leaves the reason beside its pulse
 LOOK_S = 0.5  # how often a worker's pulse is felt
 
@@ -88,22 +86,18 @@ class Pulse:
         self._memory.close()
 
 
-class HangWatch:
-    """Whether a worker does nothing. One that reads its weights in from the disk page by page does something, and time
-    in which the observer did not run either does not count."""
+class StillWatch:
+    """For how long a worker has done nothing. One that reads its weights in from the disk page by page does something,
+    and time in which the observer did not run either does not count."""
 
-    def __init__(self, timeout_s: float, now: float) -> None:
-        self._timeout_s = timeout_s  # 0 = it may do nothing for as long as it likes
+    def __init__(self, now: float) -> None:
         self._last = (0, 0)
         self._since = self._looked = now
 
     def look(self, pulse: Pulse, major_faults: int, now: float) -> float:
-        """For how long it has done nothing, if that is too long; else 0."""
         sign = (pulse.beats, major_faults)
         self._since += max(now - self._looked - 2 * LOOK_S, 0.0)
         self._looked = now
         if sign != self._last or not pulse.beats:
             self._last, self._since = sign, now
-        elif self._timeout_s and now - self._since > self._timeout_s + HANG_FACTOR * pulse.expected_s:
-            return now - self._since
-        return 0.0
+        return now - self._since

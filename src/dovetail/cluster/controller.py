@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 
-from dovetail.cluster.asking import Asking
 from dovetail.cluster.decisions import (
     Decision,
     Displace,
@@ -23,6 +23,7 @@ from dovetail.cluster.decisions import (
     NoNode,
     Placed,
     Refused,
+    Said,
     Warmed,
 )
 from dovetail.cluster.departures import Departures
@@ -30,10 +31,11 @@ from dovetail.cluster.displacing import Displacements
 from dovetail.cluster.drain import Drain
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.intake import Submission, works_of
+from dovetail.cluster.liveness import Liveness
 from dovetail.cluster.log_lines import note_arrival, note_decision, note_end
 from dovetail.cluster.migration import Migrations
 from dovetail.cluster.queued import QueuedRequests
-from dovetail.cluster.request import Place, RequestState, TokenCounts, placed_on
+from dovetail.cluster.request import Location, RequestState, TokenCounts, placed_on
 from dovetail.cluster.retry import Loss, Retries, RetryRule
 from dovetail.cluster.seeker import Seeker
 from dovetail.eventlog import EventLog
@@ -56,7 +58,7 @@ class Controller:
     ) -> None:
         self.composition = composition
         self._tokens = tokens
-        self.outbox: deque[Refused | Failed | NoNode | Warmed] = deque()
+        self.outbox: deque[Said] = deque()
         self.seeker = Seeker(nodes, composition)
         self.works = self.seeker.works  # every request that has not ended
         self.queued = QueuedRequests(self.seeker, composition)
@@ -65,12 +67,13 @@ class Controller:
         self.departures = Departures(self.seeker, self.migrations)
         self.displacements = Displacements(self.seeker, self.migrations)
         self.reliever = composition.relief.reliever(self)
+        self.liveness = Liveness(self.outbox)
         self.drains: dict[str, Drain] = {}  # by node
         self._rule = rule or SloRule()
         self._log = log
         self.next_id = 0  # of the first choice of the next request
         self.num_refused = 0
-        self._num_places = 0  # that were given, all in all
+        self._place_numbers = count(1)
 
     # Requests
 
@@ -118,11 +121,8 @@ class Controller:
     def warm(self, model: str, now: float) -> None:
         """Have an instance of the model before anybody asks for it; `outbox` says what came of it."""
         self.seeker.at(now)
-        self.seeker.decisions.begin(self._warm(model))
+        self.seeker.decisions.begin(self.seeker.warm(model))
         self._settle(now)
-
-    def _warm(self, model: str) -> Asking[None]:
-        self.seeker.outbox.append((yield from self.seeker.placer.warm(model)))
 
     # Nodes
 
@@ -184,8 +184,13 @@ class Controller:
         self.drains.pop(node.name, None)
         self.seeker.placer.remove_node(node)
 
-    def joined(self) -> None:
-        """A node has come or come back: there may be a place now."""
+    def joined(self, node: NodeHandle) -> None:
+        """It has come or come back."""
+        self.liveness.settled(node)
+        self.found_node()
+
+    def found_node(self) -> None:
+        """There may be a place now."""
         self.retries.found_node()
         if self.works:
             self.seeker.room.changed()
@@ -193,6 +198,7 @@ class Controller:
     def lost(self, node: NodeHandle, now: float, loss: Loss | None = None) -> list[RequestState]:
         """It was noticed that the node is gone. Returns the requests that were there and go on."""
         loss = loss or Loss()
+        self.liveness.settled(node)
         works = placed_on(self.works.values(), node)
         self.cancel([work.id for work in works if work.is_complete], now, "finished")
         self.seeker.at(now)
@@ -207,14 +213,10 @@ class Controller:
         for failed in [one for work in there if (one := self.retries.judge(work, loss, now)) is not None]:
             self._fail(failed, now)
         self.departures.lost(node, [work for work in works if work.id in self.works], now)
-        if not self._has_node:
+        if not self.seeker.placer.has_node:
             self.retries.no_node(loss, now)
         self._settle(now)
         return [work for work in there if work.id in self.works]
-
-    @property
-    def _has_node(self) -> bool:
-        return any(node.up for node in self.seeker.placer.nodes)
 
     def _fail(self, failed: Failed, now: float) -> None:
         """With the choices that would have followed it."""
@@ -263,17 +265,18 @@ class Controller:
     def next_wake_s(self) -> float | None:
         """When `wake` has something to do."""
         next_s = self.queued.next_wake_s()
-        retry_s = self.retries.next_s(self.works)
-        if not self.migrations and not self.drains and retry_s is None:
+        rare_s = self.retries.next_s(self.works), self.liveness.next_s()
+        if not self.migrations and not self.drains and rare_s == (None, None):
             return next_s  # asked before and after every turn of every node
-        dues = [next_s, retry_s, self.migrations.next_expiry_s(), *(drain.next_s for drain in self.drains.values())]
+        dues = [next_s, *rare_s, self.migrations.next_expiry_s(), *(drain.next_s for drain in self.drains.values())]
         return min((due_s for due_s in dues if due_s is not None), default=None)
 
     def wake(self, now: float) -> None:
         self.seeker.at(now)
+        self.liveness.wake(now)
         for failed in self.retries.late(self.works, now):
             self._fail(failed, now)
-        if self.retries.is_hopeless(now) and not self._has_node:
+        if self.retries.is_hopeless(now) and not self.seeker.placer.has_node:
             self._give_up_all(now)
         self.queued.wake(now)
         self.migrations.expire(now)
@@ -321,7 +324,7 @@ class Controller:
         if self._log is not None:
             note_decision(self._log, decision, now)
         if isinstance(decision, Placed | Migrated):
-            self._give_place(decision.work, Place(decision.node, decision.instance), now)
+            self._give_place(decision.work, Location(decision.node, decision.instance), now)
             decision.work.is_prompting = isinstance(decision, Placed)  # else its prompt is computed there
             self.retries.placed(decision.work)
             if isinstance(decision, Migrated):
@@ -336,10 +339,9 @@ class Controller:
             self._end(decision.work, "refused", decision.reason, now)
             self.outbox.append(decision)
 
-    def _give_place(self, work: RequestState, place: Place, now: float) -> None:
+    def _give_place(self, work: RequestState, place: Location, now: float) -> None:
         if work.place is None:
-            self._num_places += 1
-            work.place_number = self._num_places
+            work.place_number = next(self._place_numbers)
         work.place = place
         if work.placed_s is None:
             work.placed_s = now

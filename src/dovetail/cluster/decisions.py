@@ -71,6 +71,21 @@ class NoNode:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The node cannot be reached: its shell takes it for lost."""
+
+    node: NodeHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """The node's process hangs: its shell ends it, and starts another."""
+
+    node: NodeHandle
+    stood_s: float  # so long it did nothing
+
+
+@dataclass(frozen=True, slots=True)
 class Moving:
     """It is between places until then (its KV blocks travel, or it has nowhere to go)."""
 
@@ -123,4 +138,5 @@ class Warmed:
     refusals: dict[str, int]
 
 
+Said = Refused | Failed | NoNode | Warmed | GiveUp | Kill  # to whoever drives the controller
 Decision = Warmed | Migrated | Displace | Placed | Queued | Extended | Refused | Moving

@@ -13,7 +13,7 @@ from typing import Any
 
 from dovetail.cluster.asking import LOST, SILENT, SILENT_S
 from dovetail.cluster.controller import Controller
-from dovetail.cluster.decisions import Failed, NoNode, Refused, Warmed
+from dovetail.cluster.decisions import Said
 from dovetail.cluster.intake import Submission
 from dovetail.cluster.request import RequestState, placed_on
 from dovetail.cluster.retry import Loss, RetryRule
@@ -44,7 +44,7 @@ from dovetail.policy.placement import Hosting, NodeFacts
 from dovetail.policy.work import RequestRecord, Work
 
 # What a driver carries out or is told, with the node that it is about; of a refused request there is none.
-Output = events.Output | Refused | Failed | NoNode | Warmed
+Output = events.Output | Said
 
 
 class LocalNode:
@@ -206,24 +206,34 @@ class LocalCluster:
 
     # Partitions, and nodes that leave and join
 
-    def cut(self, name: str) -> dict[int, RequestRecord]:
-        """From now on nothing passes; returns how far the requests there have come, as they were heard of."""
+    def cut(self, name: str) -> None:
+        """From now on nothing passes: requests there have come as far as was heard."""
         handle = self.handles[name]
         handle.is_cut = True
         handle.forget_underway()
         there = [work.id for work in placed_on(self.controller.works.values(), handle)]
         heard = {id: handle.runtime.progress(id) for id in there}
         node = handle.runtime
-        return {id: node.work_of(id).as_of(tokens).record() for id, tokens in heard.items() if tokens is not None}
+        known = {id: node.work_of(id).as_of(tokens) for id, tokens in heard.items() if tokens is not None}
+        handle.last_records = {id: work.record() for id, work in known.items()}
 
-    def given_up(self, name: str, heard: dict[int, RequestRecord], now: float) -> None:
-        """It was noticed that nothing comes from there."""
-        self.handles[name].is_given_up = True
-        self._lose(self.handles[name], heard, now, Loss(is_cut=True))
+    def unreachable(self, name: str, now: float) -> None:
+        """The connection is lost."""
+        self.controller.liveness.unreachable(self.handles[name], now)
+        self.settle(now)
+
+    def give_up(self, name: str, now: float) -> None:
+        """Its requests go on elsewhere from what had been heard of them."""
+        handle = self.handles[name]
+        if handle.is_cut and not handle.is_given_up:
+            handle.is_given_up = True
+            self._lose(handle, handle.last_records, now, Loss(is_cut=True))
 
     def heal(self, name: str, now: float) -> None:
+        """It says Hello. Had nobody missed it, what it was asked for before is lost all the same."""
+        self.give_up(name, now)
         self.handles[name].is_cut = self.handles[name].is_given_up = False
-        self.controller.joined()
+        self.controller.joined(self.handles[name])
         self.settle(now)
 
     def leave(self, node: NodeRuntime, works: Sequence[Work], now: float) -> None:
@@ -237,7 +247,7 @@ class LocalCluster:
         handle = self.handles[name]
         handle.is_away = handle.is_draining = False
         self.controller.add(handle)
-        self.controller.joined()
+        self.controller.joined(handle)
         self.settle(now)
 
     # How far requests have come (`request.TokenCounts`)

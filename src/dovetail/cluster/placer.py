@@ -77,6 +77,10 @@ class Placer:
         if node in self.nodes:
             self.nodes.remove(node)
 
+    @property
+    def has_node(self) -> bool:
+        return any(node.up for node in self.nodes)
+
     def window(self, request: RequestRecord, looks: int = MAX_LOOKS) -> Sequence[NodeHandle]:
         return self.starts.window(self.nodes, request, looks)
 

@@ -22,10 +22,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from dovetail.cluster.liveness import is_hung
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.machine import major_faults
 from dovetail.messages import KEYS_VARIABLE
-from dovetail.pulse import HangWatch, Pulse
+from dovetail.pulse import Pulse, StillWatch
 
 NAMESPACE = "dovetail"
 RESOURCE = "dovetail"  # what a Ray node has that runs a worker of ours
@@ -250,17 +251,18 @@ class WorkerHost:
             return WorkerEnd(self._process.returncode, suspects, hung_s)
 
     def _watch(self, process: subprocess.Popen[bytes], pulse: Pulse, timeout_s: float) -> float:
-        """Until it ends; one that does nothing is killed. Returns for how long it did nothing then."""
-        watch = HangWatch(timeout_s, time.monotonic())
+        """Until it ends; one that hangs is killed here, where its heartbeat can be seen. Returns for how long it did
+        nothing then."""
+        watch = StillWatch(time.monotonic())
         while True:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(WATCH_S)
                 return 0.0
-            hung_s = watch.look(pulse, major_faults(process.pid), time.monotonic())
-            if hung_s:
+            stood_s = watch.look(pulse, major_faults(process.pid), time.monotonic())
+            if is_hung(stood_s, pulse.expected_s, timeout_s):
                 process.kill()
                 process.wait()
-                return hung_s
+                return stood_s
 
     def stop(self, leaves: bool) -> None:
         self._end_process()

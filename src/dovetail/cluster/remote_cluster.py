@@ -12,7 +12,7 @@ from itertools import count
 import msgspec
 
 from dovetail.cluster.controller import Controller
-from dovetail.cluster.decisions import Failed, NoNode, Refused, Warmed
+from dovetail.cluster.decisions import Failed, GiveUp, Kill, NoNode, Refused, Warmed
 from dovetail.cluster.handle import room_for
 from dovetail.cluster.intake import Submission
 from dovetail.cluster.open_requests import OpenChoice, OpenRequest, OpenRequests, Stream
@@ -49,7 +49,7 @@ class RemoteCluster:
         for facts in nodes:
             self.add(facts)
         self.requests = OpenRequests()
-        self.outbox: deque[Warmed | NoNode] = deque()  # what is about no single request
+        self.outbox: deque[Warmed | NoNode | GiveUp | Kill] = deque()  # what is about no single request
 
     # Requests
 
@@ -109,7 +109,7 @@ class RemoteCluster:
 
     def joined(self, name: str, hello: Hello) -> None:
         self.nodes[name].joined(hello)
-        self.controller.joined()
+        self.controller.joined(self.nodes[name])
 
     def lost(self, name: str, now: float, lost: WorkerLost) -> None:
         """The worker is gone."""
@@ -120,6 +120,15 @@ class RemoteCluster:
         self._settle(now)
         for opened in dict.fromkeys(_choice_of(work).owner for work in kept if _choice_of(work).is_open):
             opened.stream.resumed()
+
+    def unreachable(self, name: str, now: float) -> None:
+        """The connection is lost."""
+        self.controller.liveness.unreachable(self.nodes[name], now)
+
+    def stands_still(self, name: str, stood_s: float, expected_s: float, limit_s: float, now: float) -> None:
+        """Its heartbeat does."""
+        self.controller.liveness.stands_still(self.nodes[name], stood_s, expected_s, limit_s)
+        self._settle(now)
 
     def drain(self, name: str, now: float) -> None:
         self.controller.drain(self.nodes[name], now)
@@ -137,7 +146,7 @@ class RemoteCluster:
     def received(self, name: str, message: Reply | Said | Tokens, now: float) -> None:
         node = self.nodes[name]
         if node.spoke():
-            self.controller.joined()
+            self.controller.found_node()
         if isinstance(message, Tokens):
             for event in message.events:
                 self._take(event, node, now)

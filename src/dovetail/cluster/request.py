@@ -17,7 +17,7 @@ from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.work import RequestRecord, Work
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     node: NodeHandle
     instance: int
 
@@ -60,7 +60,7 @@ class RequestState(Work):
     ) -> None:
         super().__init__(id, model, input_tokens, arrival_s, ttft_s, tpot_s, slo_scale)
         self.choice: OpenChoice | None = None  # its tokens, and its client; None in a simulation
-        self.place: Place | None = None  # where it runs
+        self.place: Location | None = None  # where it runs
         self.place_number = 0  # places are numbered as they are given
         self.placed_s: float | None = None  # when it first had a place
         self.is_complete = False  # all its tokens have come; its node has not said yet that it has left

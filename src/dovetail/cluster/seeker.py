@@ -59,6 +59,9 @@ class Seeker:
         self.placer.left(node, instance)
         self.room.changed()
 
+    def warm(self, model: str) -> Asking[None]:
+        self.outbox.append((yield from self.placer.warm(model)))
+
     # Placing, extending, refusing
 
     def seek(self, work: RequestState, avoided: str | None = None) -> None:

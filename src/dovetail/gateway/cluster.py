@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from dovetail.cluster.controller import Controller
-from dovetail.cluster.decisions import Warmed
+from dovetail.cluster.decisions import GiveUp, Kill, NoNode, Warmed
 from dovetail.cluster.open_requests import OpenRequest
 from dovetail.cluster.remote_cluster import RemoteCluster, error_of
 from dovetail.cluster.retry import RetryRule
@@ -68,6 +68,8 @@ class Cluster:
         self._timer: asyncio.TimerHandle | None = None
         link.observers.append(self._on_message)
         link.exit_observers.append(self._on_exit)
+        link.unreachable_observers.append(self._on_unreachable)
+        link.still_observers.append(self._on_still)
         link.close_observers.append(self._close)
         link.join_observers.append(self._on_join)
         link.leave_observers.append(self._on_leave)
@@ -254,6 +256,15 @@ class Cluster:
             self._not_ready(model)
         self._settle()
 
+    def _on_unreachable(self, node: str) -> None:
+        if node in self.remote.nodes:
+            self.remote.unreachable(node, time.monotonic())
+            self._set_timer()
+
+    def _on_still(self, node: str, stood_s: float, expected_s: float, limit_s: float) -> None:
+        self.remote.stands_still(node, stood_s, expected_s, limit_s, time.monotonic())
+        self._settle()
+
     def _fail_all(self, error: RequestError) -> None:
         self._fail_requests(self.remote.requests.all(), error)
         for hosted in self.models.values():
@@ -276,7 +287,11 @@ class Cluster:
     def _settle(self) -> None:
         while self.remote.outbox:
             said = self.remote.outbox.popleft()
-            if not isinstance(said, Warmed):
+            if isinstance(said, GiveUp):
+                self.link.cut(said.node.name)
+            elif isinstance(said, Kill):
+                self.link.kill(said.node.name, said.stood_s)
+            elif isinstance(said, NoNode):
                 self._fail_all(error_of(said))
             elif said.node is None:
                 self._fail_model(said.model, self._why_not(said))

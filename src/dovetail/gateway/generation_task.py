@@ -90,7 +90,7 @@ class GenerationTask:
             for number in range(request.num_choices):
                 index = order * request.num_choices + number
                 self._choices[request.id, number] = _Choice(index, job, request)
-        self.open = set(self._choices)
+        self.num_open = len(self._choices)
         self._slo = [SloWatch(request, self._arrival) for request in job.requests]
 
     def submit(self, cluster: Cluster, hosted: HostedModel) -> None:
@@ -104,18 +104,19 @@ class GenerationTask:
         return self.take(await self._inbox.get())
 
     def _is_open(self, request: Request) -> bool:
-        return any(request_id == request.id for request_id, _ in self.open)
+        return any(one.is_open for (request_id, _), one in self._choices.items() if request_id == request.id)
 
     def take(self, arrivals: Sequence[Arrival]) -> list[Delta]:
         """Deltas of all events, one per choice: what piled up while the client was slow goes out together."""
         touched: dict[tuple[str, int], _Choice] = {}
         for event, at in arrivals:
             key = (event.request_id, event.choice)
-            if key not in self.open:
+            choice = self._choices[key]
+            if not choice.is_open:
                 continue  # ended here by a stop string while this was on its way
             if event.finish in (FinishReason.ERROR, FinishReason.ABORTED):
                 raise _error_of(event)
-            choice = touched[key] = self._choices[key]
+            touched[key] = choice
             if event.token is not None or event.embedding is not None:
                 self._observe_token(choice, at, event.grace_s)
             choice.feed(event)
@@ -142,22 +143,24 @@ class GenerationTask:
 
     def fail(self, error: RequestError) -> None:
         """What is open ends with this error. Only what the server is to blame for counts against its targets."""
-        self._metrics.success.labels(self.job.model.name, FinishReason.ERROR.value).inc(len(self.open))
+        self._metrics.success.labels(self.job.model.name, FinishReason.ERROR.value).inc(self.num_open)
         if error.status >= 500:
             self._record_outcomes("refused" if isinstance(error, Overloaded) else "failed")
         self._leave()
 
     def abort_rest(self) -> None:
         """Nobody waits for what is still open."""
-        if self.open:
-            self._metrics.success.labels(self.job.model.name, FinishReason.ABORTED.value).inc(len(self.open))
+        if self.num_open:
+            self._metrics.success.labels(self.job.model.name, FinishReason.ABORTED.value).inc(self.num_open)
         self._leave()
 
     def _leave(self) -> None:
         if self._cluster is not None:
             for request in self.job.requests:
                 self._cluster.abort(request.id)
-        self.open.clear()
+        for choice in self._choices.values():
+            choice.is_open = False
+        self.num_open = 0
 
     def _record_outcomes(self, failure: Outcome | None) -> None:
         for request, watch in zip(self.job.requests, self._slo, strict=True):
@@ -186,8 +189,9 @@ class GenerationTask:
         watch.token(len(choice.tokens), now)
 
     def _close(self, key: tuple[str, int], *, by_worker: bool) -> None:
-        self.open.discard(key)
         choice = self._choices[key]
+        choice.is_open = False
+        self.num_open -= 1
         assert choice.finish is not None
         name = self.job.model.name
         self._metrics.success.labels(name, choice.finish.value).inc()
@@ -209,6 +213,7 @@ class _Choice:
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.finish: FinishReason | None = None
+        self.is_open = True
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._eos_ids = job.model.card.eos_token_ids
         self._min_tokens = request.sampling.min_tokens

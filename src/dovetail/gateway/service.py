@@ -203,7 +203,7 @@ class Service:
             task = GenerationTask(job, self.metrics, origin)
             try:
                 task.submit(self.cluster, await self.hosted(job.model))
-                while task.open:
+                while task.num_open:
                     for delta in await task.next():
                         yield delta
                 task.complete()

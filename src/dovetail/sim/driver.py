@@ -13,7 +13,7 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
-from dovetail.cluster.decisions import Failed, NoNode, Refused
+from dovetail.cluster.decisions import Failed, GiveUp, Kill, Refused
 from dovetail.cluster.intake import Submission
 from dovetail.cluster.local import LocalCluster, Output
 from dovetail.cluster.retry import RetryRule
@@ -49,6 +49,7 @@ class Simulation:
         on_one_thread: bool = False,
         retry: RetryRule | None = None,
         deadly: Collection[int] = (),
+        hang_s: float = 0.0,
     ) -> None:
         """`on_one_thread`: the one node decides on the thread that computes, and hears of what happens during a turn at
         the end of the turn. `deadly`: requests that end every worker that computes them."""
@@ -82,6 +83,7 @@ class Simulation:
         self._slicer = Slicer(self)
         self.on_one_thread = on_one_thread
         self._deadly = frozenset(deadly)
+        self.hang_s = hang_s  # a worker that stands still for longer is taken to hang; 0 = never
         self._unheard: list[tuple[Callable[..., None], Any]] = []  # what happened during the turn of the one thread
         self._is_hearing = False  # it takes that in: no turn begins before it has heard everything
 
@@ -237,13 +239,14 @@ class Simulation:
     def _carry_out(self, node: NodeRuntime | None, said: Output, now: float) -> None:
         if isinstance(said, Refused):
             self._refuse(said, now)
-            return
-        if isinstance(said, Failed):
+        elif isinstance(said, Failed):
             self._end(said.work, Fate.FAILED, said.reason, now)
-            return
-        if isinstance(said, NoNode):
-            return  # each of its requests was told of
-        assert node is not None
+        elif isinstance(said, GiveUp | Kill):
+            self._striker.obey(said, now)
+        elif node is not None:  # else: no node is left, which each request was told
+            self._carry_out_on(node, said, now)
+
+    def _carry_out_on(self, node: NodeRuntime, said: Output, now: float) -> None:
         device = self._device_of[node.name]
         if isinstance(said, events.Enter):
             device.entered(said.instance, said.work)

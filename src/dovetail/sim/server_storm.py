@@ -77,6 +77,7 @@ def build_server_storm(seed: int, log: EventLog | None = None) -> Simulation:
         on_one_thread=is_alone,
         retry=retry,
         deadly=deadly,
+        hang_s=Random(f"hang {seed}").choice((4.0, 30.0)),
     )
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dovetail import logschema
+from dovetail.cluster.decisions import GiveUp, Kill
+from dovetail.cluster.liveness import DOUBT_S
 from dovetail.cluster.retry import Loss
-from dovetail.policy.work import RequestRecord, Work
+from dovetail.policy.work import Work
+from dovetail.pulse import LOOK_S
 from dovetail.sim.device import Device, requests_of
 from dovetail.sim.faults import Fault, FaultKind
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 # Priorities of events at the same instant: memory first, then turns, then timers, then requests, then samples.
 MEMORY, TURN, TIMER, REQUEST, SAMPLE = range(5)
-DETECT_S = 0.5  # until the controller knows that a node is gone
+NOTICE_S = 0.5  # until a shell sees that a process has ended, or that a connection is lost
 RESTART_S = 2.0  # of a worker that a request has ended
 
 
@@ -29,6 +32,8 @@ class Striker:
             sim.log.write(now, logschema.FAULT, node=device.node.name, kind=fault.kind.value)
         if fault.kind is FaultKind.STALL:
             device.stalled_until_s = max(device.stalled_until_s, now + fault.duration_s)
+            if sim.hang_s:
+                sim.push(now + LOOK_S, REQUEST, self._look, (device, device.epoch, now))
         elif fault.kind is FaultKind.SLOW:
             device.slowdown = fault.factor
             sim.push(now + fault.duration_s, MEMORY, self._calm, device)
@@ -66,9 +71,9 @@ class Striker:
         if fault.kind is FaultKind.DIE:
             self._die(device, fault.duration_s, now)
         elif fault.kind is FaultKind.PARTITION:
-            heard = sim.cluster.cut(device.node.name)
-            sim.push(now + DETECT_S, REQUEST, self._given_up, (device, heard))
-            sim.push(now + DETECT_S + fault.duration_s, MEMORY, self._heal, device)
+            sim.cluster.cut(device.node.name)
+            sim.push(now + NOTICE_S, REQUEST, self._unreachable, device)
+            sim.push(now + NOTICE_S + DOUBT_S + fault.duration_s, MEMORY, self._heal, device)
         else:
             sim.cluster.drain(device.node.name, now)
             sim.settle(now)
@@ -80,7 +85,8 @@ class Striker:
     # Deaths
 
     def kill(self, device: Device, now: float) -> None:
-        """A request ends the worker that computes it."""
+        """A request ends the worker that computes it, or it hangs and is ended."""
+        device.stalled_until_s = min(device.stalled_until_s, now)
         self._die(device, RESTART_S, now)
         self._sim.settle(now)
 
@@ -89,8 +95,8 @@ class Striker:
         device.die()
         lost = self._sim.node_of[id(device)].fail()
         self._sim.cluster.handles[device.node.name].forget_underway()
-        self._sim.push(now + DETECT_S, REQUEST, self._lost, (device, lost, suspects))
-        self._sim.push(now + DETECT_S + duration_s, MEMORY, self._recover, device)
+        self._sim.push(now + NOTICE_S, REQUEST, self._lost, (device, lost, suspects))
+        self._sim.push(now + NOTICE_S + duration_s, MEMORY, self._recover, device)
 
     def _suspects(self, device: Device) -> frozenset[int]:
         """As its pulse tells: the requests of the iteration that it dies in."""
@@ -111,11 +117,32 @@ class Striker:
 
     # Partitions
 
-    def _given_up(self, now: float, key: tuple[Device, dict[int, RequestRecord]]) -> None:
-        """The controller has heard nothing for a while: requests go on elsewhere from what had been heard of them."""
-        device, heard = key
-        self._sim.cluster.given_up(device.node.name, heard, now)
+    def _unreachable(self, now: float, device: Device) -> None:
+        self._sim.cluster.unreachable(device.node.name, now)
         self._sim.settle(now)
+
+    # What the controller has its shell do
+
+    def obey(self, command: GiveUp | Kill, now: float) -> None:
+        name = command.node.name
+        if isinstance(command, GiveUp):
+            self._sim.cluster.give_up(name, now)
+        else:
+            self.kill(next(one for one in self._sim.devices if one.node.name == name), now)
+
+    # Standing still
+
+    def _look(self, now: float, key: tuple[Device, int, float]) -> None:
+        """Its heartbeat has stood still since then; what comes of that is the controller's."""
+        device, epoch, since_s = key
+        handle = self._sim.cluster.handles[device.node.name]
+        if device.epoch != epoch or now >= device.stalled_until_s or handle.is_cut or not device.node.up:
+            return
+        expected_s = device.node.turn.expected_s if device.node.turn is not None else 0.0
+        self._sim.cluster.controller.liveness.stands_still(handle, now - since_s, expected_s, self._sim.hang_s)
+        self._sim.cluster.settle(now)
+        self._sim.settle(now)
+        self._sim.push(now + LOOK_S, REQUEST, self._look, key)
 
     def _heal(self, now: float, device: Device) -> None:
         """The node hears that it was given up, and begins anew."""

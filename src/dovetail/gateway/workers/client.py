@@ -49,7 +49,6 @@ logger = logging.getLogger("dovetail.gateway")
 
 MAX_FRAMES = 64  # taken in at once
 PROBE_S = 1.0
-DOUBT_S = 1.0  # a worker that cannot be reached may have ended: whoever watches it is given this long to say so
 
 
 class Arrival(NamedTuple):
@@ -197,7 +196,15 @@ class WorkerClient:
         self.nodes = {config.name: WorkerState(config) for config in nodes}
         self.supervisors: dict[str, Watcher] = {
             config.name: Supervisor(
-                config, self._address, command, self.on_exit, self._directory, pass_fds, records, outlive_s
+                config,
+                self._address,
+                command,
+                self.on_exit,
+                self._directory,
+                pass_fds,
+                records,
+                outlive_s,
+                self._on_still,
             )
             for config in nodes
         }
@@ -209,7 +216,9 @@ class WorkerClient:
         self.observers: list[Observer] = []
         self.exit_observers: list[Callable[[str, WorkerLost], None]] = []
         self.close_observers: list[Callable[[], None]] = []
-        self._doubted: set[str] = set()  # nodes that could not be reached a moment ago
+        # Of a node: its connection is lost; its heartbeat stands still (how long, expected, limit).
+        self.unreachable_observers: list[Callable[[str], None]] = []
+        self.still_observers: list[Callable[[str, float, float, float], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None  # while it is open
 
     def start(self) -> None:
@@ -348,7 +357,7 @@ class WorkerClient:
             if not self.supervisors[node.name].expects(message):
                 return
             if node.hello is not None:  # it has come back before anybody missed it
-                self._cut(node.name)
+                self.cut(node.name)
             self.supervisors[node.name].on_hello()
             node.hello = message
         elif node.hello is None or not node.take(message):
@@ -371,18 +380,22 @@ class WorkerClient:
             self._loop.call_later(PROBE_S, self._probe)
 
     def _missed(self, name: str) -> None:
-        """It may have ended, and whoever watches it knows why: it is given time to say so."""
-        node = self.nodes[name]
-        if self._loop is not None and name in self._socket_of and name not in self._doubted:
-            self._doubted.add(name)
-            self._loop.call_later(DOUBT_S, self._give_up, node, node.hello)
+        """Told in a tick of its own: what could not be sent may be a part of a decision."""
+        if self._loop is not None and name in self._socket_of:
+            for observer in self.unreachable_observers:
+                self._loop.call_soon(observer, name)
 
-    def _give_up(self, node: WorkerState, hello: Hello | None) -> None:
-        self._doubted.discard(node.name)
-        if hello is not None and node.hello is hello and self.nodes.get(node.name) is node:
-            self._cut(node.name)
+    def _on_still(self, name: str, stood_s: float, expected_s: float, limit_s: float) -> None:
+        for observer in self.still_observers:
+            observer(name, stood_s, expected_s, limit_s)
 
-    def _cut(self, name: str) -> None:
+    def kill(self, name: str, stood_s: float) -> None:
+        """It hangs. Workers of other machines are watched there."""
+        supervisor = self.supervisors[name]
+        if isinstance(supervisor, Supervisor):
+            supervisor.kill(stood_s)
+
+    def cut(self, name: str) -> None:
         """What it was asked for goes on elsewhere; it comes back with Hello."""
         logger.error("worker %s cannot be reached", name)
         self.nodes[name].reset()

@@ -1,4 +1,4 @@
-"""One worker process: started, watched, killed when it hangs, started again with growing pauses, ended by its own id.
+"""One worker process: started, watched, killed when the controller says so, started again with growing pauses.
 
 Knows the worker's command line and its pulse, and nothing of what is said to it.
 """
@@ -18,7 +18,7 @@ from dovetail.errors import EngineFailed, Unusable
 from dovetail.gateway.workers.adopted import AdoptedProcess, WorkerRecords
 from dovetail.machine import major_faults
 from dovetail.messages import Hello
-from dovetail.pulse import LOOK_S, UNUSABLE_CODE, HangWatch, Pulse, reason_file
+from dovetail.pulse import LOOK_S, UNUSABLE_CODE, Pulse, StillWatch, reason_file
 
 logger = logging.getLogger("dovetail.gateway")
 
@@ -100,8 +100,10 @@ class Supervisor:
         pass_fds: Sequence[int] = (),
         records: WorkerRecords | None = None,
         outlive_s: float = 0.0,
+        on_still: Callable[[str, float, float, float], None] = lambda name, stood_s, expected_s, limit_s: None,
     ) -> None:
         self._name = config.name
+        self._on_still = on_still  # its heartbeat stands still
         self._pulse_file = directory / f"pulse-{config.name.encode().hex()}"
         parent = os.getpid() if records is None else None  # else it may outlive this process
         self._argv = [*(command or worker_command()), *worker_arguments(config, address, parent)]
@@ -122,6 +124,7 @@ class Supervisor:
         self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.starts = 0
         self.unusable: str | None = None  # why it is not started again
+        self._hung_s = 0.0  # it did nothing for so long and was killed
         self.failures = 0  # ends in a row before a worker was stable
 
     @property
@@ -171,6 +174,12 @@ class Supervisor:
                 action()
         await process.wait()
 
+    def kill(self, stood_s: float) -> None:
+        """It has done nothing for so long."""
+        if self._process is not None and self._process.returncode is None:
+            self._hung_s = stood_s
+            self._process.kill()
+
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -204,7 +213,8 @@ class Supervisor:
 
     async def _run_once(self) -> WorkerExit:
         self.starts += 1
-        watch: asyncio.Task[float] | None = None
+        self._hung_s = 0.0
+        watch: asyncio.Task[None] | None = None
         try:
             pulse, self._adopted = self._adopted or await self._spawn(), None
         except OSError as error:
@@ -222,7 +232,6 @@ class Supervisor:
         elif self._hang_timeout_s:
             watch = asyncio.create_task(self._watch(self._process, pulse))
         code = await exit_wait
-        hung_s = watch.result() if watch is not None and watch.done() else 0.0
         if watch is not None:
             watch.cancel()
         suspects = pulse.in_iteration()
@@ -230,7 +239,7 @@ class Supervisor:
         self._hello.clear()
         if self._records is not None:
             self._records.ended(self._name)
-        return WorkerExit(code, suspects, hung_s)
+        return WorkerExit(code, suspects, self._hung_s)
 
     def _adopt(self) -> Pulse | None:
         """A worker that has outlived another gateway is taken over, with what it has loaded."""
@@ -258,13 +267,12 @@ class Supervisor:
             self._records.started(self._name, self._process.pid, self._argv)
         return pulse
 
-    async def _watch(self, process: asyncio.subprocess.Process | AdoptedProcess, pulse: Pulse) -> float:
-        """Kill a worker that does nothing; returns for how long it did."""
+    async def _watch(self, process: asyncio.subprocess.Process | AdoptedProcess, pulse: Pulse) -> None:
+        """Until it is killed."""
         loop = asyncio.get_running_loop()
-        watch = HangWatch(self._hang_timeout_s, loop.time())
-        while True:
+        watch = StillWatch(loop.time())
+        while not self._hung_s:
             await asyncio.sleep(LOOK_S)
-            hung_s = watch.look(pulse, major_faults(process.pid), loop.time())
-            if hung_s:
-                process.kill()
-                return hung_s
+            stood_s = watch.look(pulse, major_faults(process.pid), loop.time())
+            if stood_s:
+                self._on_still(self._name, stood_s, pulse.expected_s, self._hang_timeout_s)
