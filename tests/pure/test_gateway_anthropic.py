@@ -124,7 +124,7 @@ def test_errors_have_their_shape_wherever_they_arise(tmp_path: Path) -> None:
         without = {key: value for key, value in ASKED.items() if key != "max_tokens"}
         check_error(await client.post("/v1/messages", json=without), 400, "invalid_request_error", "max_tokens")
         check_error(await client.get("/v1/messages"), 405, "invalid_request_error", "GET")
-        check_error(await client.get("/v1/messages/batches"), 404, "not_found_error", "no such path")
+        check_error(await client.get("/v1/messages/drafts"), 404, "not_found_error", "no such path")
         big = await client.post("/v1/messages", json=ASKED | {"system": "x" * 5000})
         check_error(big, 413, "request_too_large", "4096")
 

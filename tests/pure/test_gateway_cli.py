@@ -13,6 +13,7 @@ import pytest
 from gateway_builders import make_card
 
 from dovetail.cli import chat, offer, serve
+from dovetail.cli.announce import announce
 from dovetail.config import Config, ModelConfig
 from dovetail.errors import ConfigError, ModelNotFound, RequestError
 from dovetail.gateway.http.listen import base_url, listen
@@ -163,5 +164,5 @@ def test_the_example_that_serve_prints_suits_the_model(tmp_path: Path, capsys: p
         ("writer", {"chat_template": None}, "/v1/completions"),
     ):
         card = make_card(tmp_path, name, **changes)
-        serve._announce("http://127.0.0.1:8000", [name], card, has_keys=False, as_json=False)
+        announce("http://127.0.0.1:8000", [name], card, has_keys=False, as_json=False)
         assert f"curl http://127.0.0.1:8000{path} -H" in capsys.readouterr().out

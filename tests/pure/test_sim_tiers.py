@@ -20,6 +20,7 @@ from dovetail.cluster.request import Search
 from dovetail.cluster.starting import _displace
 from dovetail.policy.placement import Hosting
 from dovetail.profiles.storage import SLLM_CLUSTER, Storage, Tier
+from dovetail.sim.baselines import GivingUp
 from dovetail.sim.metrics import Fate
 from dovetail.sim.serverlessllm import SCHEDULERS, Cell, arrivals_of, build_cell, run_cell
 from dovetail.sim.setup import _by_tier
@@ -136,7 +137,7 @@ def set_load(fleet: Fleet, node: str, model: str, load_s: float) -> None:
 
 def make_full_fleet() -> Fleet:
     """Figure 3 of the paper: node A has the weights of n in memory and answers with m, whose weights are also at B."""
-    fleet = Fleet("AB", "mn", memory=1_500_000, extend_deadlines=False)
+    fleet = Fleet("AB", "mn", memory=1_500_000, lateness=GivingUp)
     for node, model, load_s in (("A", "m", 0.1), ("A", "n", 0.1), ("B", "m", 0.2), ("B", "n", 9.0)):
         set_load(fleet, node, model, load_s)
     fleet.submit("r", "m", prompt=20, tokens=120)
