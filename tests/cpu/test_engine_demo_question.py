@@ -14,7 +14,7 @@ from drive import Engine, make_request
 from tokenizers import Tokenizer
 from tried import tried
 
-from dovetail.cli.serve import PROMPT
+from dovetail.cli.announce import PROMPT
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.native import levels
 from dovetail.store import Catalogue, open_checkpoint
