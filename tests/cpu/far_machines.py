@@ -96,6 +96,8 @@ class Machine:
 class FarMachines:
     """A `serve.OtherMachines`."""
 
+    is_front = False
+
     def __init__(self) -> None:
         self._machines: dict[str, Machine] = {}  # by Ray's id, were there a Ray
         self._count = 0

@@ -179,13 +179,13 @@ def test_cancelling_keeps_what_is_answered(client: openai.OpenAI) -> None:
 
 
 def test_a_batch_that_is_not_done_in_time_expires(client: openai.OpenAI) -> None:
-    created = submit(client, [completion(number, max_tokens=100) for number in range(400)], completion_window="3s")
+    created = submit(client, [completion(number, max_tokens=100) for number in range(3000)], completion_window="2s")
     batch = ended(client, created.id)
     assert batch.status == "expired"
-    assert batch.request_counts.completed + batch.request_counts.failed == 400
+    assert batch.request_counts.completed + batch.request_counts.failed == 3000
     rest = results(client, batch.error_file_id)
     assert {one["error"]["code"] for one in rest.values()} == {"batch_expired"}
-    assert len(rest) + len(results(client, batch.output_file_id)) == 400
+    assert len(rest) + len(results(client, batch.output_file_id)) == 3000
 
 
 def test_files_are_listed_read_and_deleted(client: openai.OpenAI) -> None:
