@@ -14,7 +14,7 @@ from dovetail.errors import WorkerLost
 from dovetail.messages import Hello, Said, ToWorker
 from dovetail.node.protocol import Offer, Offered
 from dovetail.policy.compositions import SERVED
-from dovetail.policy.placement import DeviceKind
+from dovetail.policy.placement import DeviceKind, NodeFacts
 from dovetail.pulse import LOOK_S, Pulse, StillWatch
 from dovetail.sim.driver import Simulation
 from dovetail.sim.storm import run_one
@@ -25,7 +25,7 @@ def make_cluster() -> tuple[RemoteCluster, Listener]:
     """A node, and a request that it was asked to take."""
     sent: list[ToWorker] = []
     cluster, listener = (
-        RemoteCluster({"a": DeviceKind.CPU}, SERVED, lambda _, message: sent.append(message)),
+        RemoteCluster([NodeFacts("a", DeviceKind.CPU)], SERVED, lambda _, message: sent.append(message)),
         Listener(),
     )
     join(cluster)
