@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 from driver_builders import BLOCK, KV_BYTES, SPEC, WEIGHT_BYTES, CheckedExecutor, Clock, Loopback
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sim_builders import make_latency
 
@@ -230,8 +230,19 @@ def test_both_drivers_are_told_the_same_byte_for_byte(way: str, asked: list[Aske
     assert simulated(asked, WAYS[way]) == Worker(asked, WAYS[way]).run()
 
 
+SHORT = [Asked(0.0, 0, 1, 1)] * 6
+# A chat whose prompt begins in the cache when its turn comes, where it did not when the node asked.
+CACHED_MEANWHILE = [
+    *SHORT[:2],
+    *(Asked(0.0, 0, 146, 1), Asked(0.0, 1, 25, 27), Asked(0.0, 2, 1, 7)),
+    *SHORT,
+    *(Asked(0.0, 0, 68, 1, "chat"), Asked(0.0, 0, 48, 1), Asked(0.21, 0, 1, 1), Asked(0.0, 0, 4, 1, "chat")),
+]
+
+
 @settings(max_examples=30, deadline=None)
 @given(requests(("plain", "strict", "flex", "chat")))
+@example(CACHED_MEANWHILE)
 def test_both_learn_the_same_from_what_turns_take(asked: list[Asked]) -> None:
     assert simulated(asked, is_live=True) == Worker(asked, is_live=True).run()
 
