@@ -57,6 +57,20 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
+def lock_folder(folder: Path, key: str) -> int:
+    """The descriptor of its lock, which goes with this process. Raises ConfigError that names the key of the file."""
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{key}: {folder}: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise ConfigError(f"{key}: another server uses {folder}; give one of them a folder") from error
+    return lock
+
+
 class SqliteDurable:
     """A `Durable` in a folder of this machine."""
 
@@ -64,15 +78,7 @@ class SqliteDurable:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder = private_folder(folder)
-        try:
-            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(f"state: {folder}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise ConfigError(f"state: another server uses {folder}") from error
+        self._lock = lock_folder(folder, "state")
         self._database = self._open(folder / FILE)
 
     def _open(self, file: Path) -> sqlite3.Connection:

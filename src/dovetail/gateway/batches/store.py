@@ -11,7 +11,6 @@ Records are in memory, too: reading them waits for no disk. One thread writes.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import secrets
@@ -25,6 +24,7 @@ from typing import TypeVar
 
 import msgspec
 
+from dovetail.cluster.durable import lock_folder
 from dovetail.errors import ConfigError, Overloaded, RecordNotFound
 from dovetail.gateway.batches.records import Batch, StoredFile
 
@@ -44,14 +44,9 @@ class BatchStore:
         try:
             for part in (folder, folder / "files", folder / "work"):
                 part.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"batch.folder: {folder}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise ConfigError(f"batch.folder: another server uses {folder}; give one of them a folder") from error
+        self._lock = lock_folder(folder, "batch.folder")
         try:
             self._database = self._open(folder / "batches.db")
             self.files = {one.id: one for one in self._read("files", StoredFile)}
