@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from gateway_builders import make_admin, running_service
 from test_gateway_admin import FakeFile, ask, on_admin
 
+from dovetail.cli.ps import show
 from dovetail.gateway.admin.admin import Admin
 
 
@@ -56,6 +58,21 @@ def test_what_the_file_says_of_adapters_holds_when_it_is_read_again(tmp_path: Pa
             assert await names() == {"mine", *adapters}
 
     on_admin(tmp_path, test, file=file)
+
+
+def test_ps_shows_adapters_with_their_model_and_what_their_requests_got(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        await load_adapter(client, "mine", "folder", base_model_name="fake")
+        for state in ("absent", "idle"):
+            status = (await client.get("/api/ps")).json()
+            show(status | {"models": (await client.get("/api/models")).json()["data"]})
+            (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "(adapter of fake)" in line]
+            assert {"mine", state} <= set(row)
+            assert (await ask(client, "mine")).status_code == 200
+
+    on_admin(tmp_path, test)
 
 
 def test_where_there_are_gpus_only_adapters_are_loaded_as_anywhere(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ Url = Annotated[str, typer.Option(envvar="DOVETAIL_URL", help="Address of the se
 
 def ps(
     url: Url = DEFAULT_URL,
-    show_all: Annotated[bool, typer.Option("--all", "-a", help="Also the models that are not loaded.")] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", "-a", help="Also adapters, and the models that are not loaded.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Show what a running server is doing, and how many of its requests met their targets.
@@ -34,7 +36,7 @@ def ps(
     if as_json:
         print_json(status)
     else:
-        _print_table(status)
+        show(status)
 
 
 def ask(url: str, path: str, *, timeout_s: float, method: str = "GET", body: dict[str, Any] | None = None) -> Any:
@@ -74,7 +76,7 @@ _HEADINGS = ("NODE", "STATE", "MEMORY", "MODEL", "TYPE", "RUN", "WAIT", "KV", "I
 _PIPE_WIDTH = 200  # columns of output to a pipe: programs need whole names
 
 
-def _print_table(status: dict[str, Any]) -> None:
+def show(status: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -86,13 +88,13 @@ def _print_table(status: dict[str, Any]) -> None:
         models = node["models"] or [None]
         for model in models:
             table.add_row(node["name"], node["state"], memory, *_model_cells(model))
-    not_there = [model for model in status.get("models", ()) if model["node"] is None]
-    for model in not_there:
-        name = model["name"] + _pull_note(model["pull"])
-        table.add_row("", model["state"], "", name, "", "", "", "", *_figures(model))
+    others = [model for model in status.get("models", ()) if model["node"] is None or model["parent"] is not None]
+    for model in others:
+        name = model["name"] + _adapter_note(model["parent"]) + _pull_note(model["pull"])
+        table.add_row(model["node"] or "", model["state"], "", name, "", "", "", "", *_figures(model))
     console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     console.print(table)
-    for model in not_there:
+    for model in others:
         if model["pull"] is not None and model["pull"]["error"]:
             console.print(f"{model['name']} could not be pulled: {model['pull']['error']}", markup=False)
     for node in status["nodes"]:
@@ -116,6 +118,10 @@ def _figures(model: dict[str, Any]) -> list[str]:
     share = "" if model["attainment"] is None else f"{100 * model['attainment']:.0f} %"
     times = ["" if model[key] is None else f"{1000 * model[key]:.0f} ms" for key in ("ttft_p50_s", "tpot_p50_s")]
     return [share, *times]
+
+
+def _adapter_note(base: str | None) -> str:
+    return f" (adapter of {base})" if base is not None else ""
 
 
 def _pull_note(pull: dict[str, Any] | None) -> str:
