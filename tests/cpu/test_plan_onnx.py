@@ -118,6 +118,7 @@ def test_a_model_is_profiled_planned_and_applied_over_http(model: Path, tmp_path
     sizes = ["--vcpus", "0.5,0.75,1", "--held-out", "0.6", "--runs", "1", "--batches", "1,2"]
     done = run_command("plan", "profile", model, "--stages", "3", *sizes, "--out", profile)
     assert done.returncode == 0, done.stderr
+    assert "16 runs, 1 of each of 4 sizes, whole and in stages" in done.stderr
     apps = tmp_path / "apps.yaml"
     apps.write_text(
         "prices: own-machines\ncold_starts: false\n"

@@ -93,6 +93,7 @@ async def _run(plan: FunctionPlan, port: int, load: Load, window: float, thresho
     driven: Driven | None = None
     try:
         if load.duration_s:
+            print(f"sends the planned load for {load.duration_s:g} s", file=sys.stderr, flush=True)
             driven = await drive(runtime, load, sample_inputs(runtime, load.seed))
         else:
             await _listen(runtime, port)

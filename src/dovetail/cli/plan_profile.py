@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import re
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 GPU_FITTED = "1,2,3,4,6,8,10,12,16,20,24,28,32"  # closely: kernels change from size to size
 GPU_HELD_OUT = "5,7,14,18,22,26,30"
+SILENT_S = 10.0  # without a terminal at most a line for so long
 _STAGE = re.compile(r"(\d+)-(\d+)(?:x(\d+))?")
 
 
@@ -63,16 +65,25 @@ def profile(
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=as_json or not sys.stderr.isatty()) as progress:
         task = progress.add_task(model, total=None)
+        said_s = time.monotonic()
 
         def show(what: str) -> None:
+            nonlocal said_s
             progress.update(task, description=f"{model}: {what}")
+            if not sys.stderr.isatty() and time.monotonic() - said_s >= SILENT_S:
+                said_s = time.monotonic()
+                print(f"{model}: {what}", file=sys.stderr, flush=True)
 
         if device == "cpu":
             chain = open_chain(model)
             templates = [_stages(text, len(chain.layers)) for text in template or ()]
             templates += [even_stages(chain, count) for count in stages or ()]
             sizes = (_numbers(vcpus, "--vcpus"), _numbers(held_out, "--held-out"), _whole(batches, "--batches"))
-            found, errors = asyncio.run(profile_cpu(chain, Sweep(*sizes, runs, tuple(templates)), show))
+            sweep = Sweep(*sizes, runs, tuple(templates))
+            count = runs * len(sweep.sizes) * len(sweep.batches) * (1 + len(templates))
+            what = "whole and in stages" if templates else "whole"
+            print(f"{model}: {count} runs, {runs} of each of {len(sweep.sizes)} sizes, {what}", file=sys.stderr)
+            found, errors = asyncio.run(profile_cpu(chain, sweep, show))
         else:
             if is_onnx(model):
                 raise ConfigError(f"{model}: functions of ONNX files run on CPUs; leave out --device")
