@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,10 +18,11 @@ from server_fixture import run_command
 from dovetail.errors import ConfigError, EngineFailed
 from dovetail.plan.chains import Chain
 from dovetail.plan.endpoint import make_app
-from dovetail.plan.instances import Instance, StageSize
+from dovetail.plan.instances import Instance, InstanceRun, StageRun, StageSize
 from dovetail.plan.known_chains import even_stages, open_chain
 from dovetail.plan.onnx_graph import stage_file
 from dovetail.plan.plan_file import read_plan
+from dovetail.plan.profiling import Sweep, profile_cpu
 from dovetail.plan.runtime import PlanRuntime, check_runnable
 
 onnx = pytest.importorskip("onnx")
@@ -111,6 +114,41 @@ def test_a_stage_has_only_its_own_weights(model: Path) -> None:
     held = [{tensor.name for tensor in onnx.load(str(part)).graph.initializer} for part in parts]
     assert sum(map(len, held)) == len(set().union(*held)) == 8
     assert parts == [stage_file(chain, first, end) for first, end, _ in even_stages(chain, 3)]
+
+
+class Reopening:
+    """Stages that compute for 20 ms, pass on in 1 ms, and open their model for 300 ms for other threads."""
+
+    start_s = 1.0
+
+    def __init__(self, stages: int) -> None:
+        self.functions = [SimpleNamespace(memory_bytes=10**8) for _ in range(stages)]
+        self._threads = self._opened = 2
+
+    @classmethod
+    async def start(cls, chain: Chain, sizes: list[StageSize]) -> Reopening:
+        return cls(len(sizes))
+
+    def resize(self, vcpus: float) -> None:
+        self._threads = math.ceil(vcpus)
+
+    async def run(self, x: Any) -> InstanceRun:
+        passing_s = 0.001 * (len(self.functions) - 1) + (0.3 if self._threads != self._opened else 0.0)
+        self._opened = self._threads
+        runs = tuple(StageRun((0.02,), 0.02) for _ in self.functions)
+        return InstanceRun(x, 0.02 * len(runs) + passing_s, runs)
+
+    async def close(self) -> None:
+        pass
+
+
+def test_opening_a_model_for_other_threads_is_not_passing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dovetail.plan.profiling.Instance", Reopening)
+    chain = open_chain(str(model))
+    sweep = Sweep((0.5, 0.75, 1.0, 1.2, 1.6, 2.0), (0.6, 1.4), (1,), 2, (even_stages(chain, 3),))
+    profile, errors = asyncio.run(profile_cpu(chain, sweep, lambda what: None))
+    assert profile.partitions[0].passing(1) == pytest.approx(0.001)
+    assert errors[1].mean < 0.01
 
 
 def test_a_model_is_profiled_planned_and_applied_over_http(model: Path, tmp_path: Path) -> None:

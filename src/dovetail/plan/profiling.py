@@ -41,6 +41,7 @@ from dovetail.plan.function_profile import (
 from dovetail.plan.instances import Array, Instance, InstanceRun, StageSize
 from dovetail.plan.known_chains import chain_named
 from dovetail.plan.latency import CpuLatency
+from dovetail.plan.limits import threads_of
 
 GB = 1e9
 GPU_VCPUS = 8.0  # beside a GPU
@@ -226,10 +227,14 @@ async def _measure(
     try:
         for batch in sweep.batches:  # memory is taken in the first run of each size
             await instance.run(_images(chain, batch))
+        threads = threads_of(max(sweep.sizes))
         for number in range(sweep.runs):
             for (batch, vcpus), taken in runs.items():
                 show(f"round {number + 1} of {sweep.runs}: batch {batch} on {vcpus:g} vCPUs")
                 instance.resize(vcpus)
+                if threads_of(vcpus) != threads:  # a stage opens its model anew, which is neither computing nor passing
+                    threads = threads_of(vcpus)
+                    await instance.run(_images(chain, batch))
                 taken.append(await instance.run(_images(chain, batch)))
                 await asyncio.sleep(0.05)  # let a quota that was overdrawn recover
         firsts, memory = instance.functions, []
