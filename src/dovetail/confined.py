@@ -321,7 +321,7 @@ def serve(
         try:
             size = int.from_bytes(_receive(channel, _LENGTH_BYTES), "little")
             request = _receive(channel, size)
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # reset: the parent has ended before it read an answer
             return
         if prepare is not None:
             resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + _PREPARE_CPU_S, hard_limit))

@@ -8,6 +8,8 @@ import dataclasses
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Coroutine
@@ -146,6 +148,21 @@ def test_what_gives_way_does_so_before_its_first_call() -> None:
         assert psutil.Process(confined.pid).nice() >= 7
     finally:
         confined.close()
+
+
+def test_a_child_whose_parent_ends_before_it_reads_an_answer_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    ours, theirs = socket.socketpair()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "dovetail.gateway.text.chat_child", str(theirs.fileno()), "5", "1e9", "1e9", "0", "0"],
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+    request = json.dumps({"template": ["name", "", "", ""], "messages": HELLO}).encode()
+    ours.sendall(len(request).to_bytes(8, "little") + request)
+    ours.recv(1)  # the rest stays unread: its end is a reset
+    ours.close()
+    assert child.wait(30) == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_child_is_in_our_session_where_its_niceness_counts_and_in_a_group_of_its_own() -> None:
