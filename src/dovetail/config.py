@@ -438,12 +438,17 @@ def _circle_of(name: str, models: Mapping[str, ModelConfig]) -> list[str]:
     return []
 
 
+_EXAMPLES = {"slo": "{ttft: 2s, tpot: 100ms}"}
+
+
 def describe(error: ValidationError) -> str:
     """One line per problem, each with the dotted key."""
     problems = []
     for item in error.errors(include_url=False, include_context=False):
         key = ".".join(str(part) for part in item["loc"]) or "(top)"
         message = item["msg"].removeprefix("Value error, ")
+        if item["type"] in ("model_type", "dict_type"):
+            message = f"expected {_EXAMPLES.get(key.rpartition('.')[2], '{key: value, …}')}"
         if item["type"] == "extra_forbidden":
             message = REMOVED.get(str(item["loc"][-1]), "unknown key")
         elif isinstance(item["input"], int | float) and ", got " not in message:  # not of a text: it may be a secret

@@ -52,6 +52,8 @@ def test_a_whole_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ("text", "names"),
     [
         ("serber: {}", "serber: unknown key"),
+        ("models: {a: {source: x, slo: 500}}", "models.a.slo: expected {ttft: 2s, tpot: 100ms}, got 500"),
+        ("store: fast", "store: expected {key: value, …}"),
         ('batch: {hours: "22-6"}', "batch.hours: expected hours such as"),
         ('batch: {hours: "22:00-22:00"}', "batch.hours: the hours"),
         ("models: {a: {source: x, sloo: {}}}", "models.a.sloo: unknown key"),
