@@ -7,7 +7,7 @@ metrics.md from the registry of a server. A test holds the pages against what th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ SECTIONS: dict[str, tuple[str, type[BaseModel]]] = {
     "batch": ("files and batches", config.BatchConfig),
     "auth.keys": ("a list: one entry for each key; none = open to this machine", config.KeyConfig),
 }  # fmt: skip
+DURATIONS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+SIZES = {"GiB": 1024**3, "MiB": 1024**2, "KiB": 1024}
 FIELD = re.compile(r"^    (\w+): ([^#]*?)(?:  # (.*))?$")
 
 
@@ -111,7 +113,18 @@ def _default(field: Any) -> str:
         return ""
     if isinstance(default, bool):
         return "true" if default else "false"
+    readers = {getattr(each, "func", None) for each in field.metadata}
+    if config._parse_duration in readers:
+        return f"`{_with_unit(default, DURATIONS)}`"
+    if config._parse_size in readers:
+        return f"`{_with_unit(default, SIZES)}`"
     return f"`{list(default) if isinstance(default, tuple) else getattr(default, 'value', default)}`"
+
+
+def _with_unit(value: float, units: Mapping[str, float]) -> str:
+    """As a file says it, in the largest unit that leaves a whole number."""
+    unit = next((unit for unit, size in units.items() if value and value % size == 0), "")
+    return f"{value / units.get(unit, 1):g}{unit}"
 
 
 def _comments() -> dict[tuple[str, str], str]:

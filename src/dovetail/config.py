@@ -163,7 +163,7 @@ class ModelConfig(_Section):
     slo: SloConfig = SloConfig()  # targets of requests that bring none
     # ls = latency-sensitive, be = best effort
     service_class: ServiceClass = Field(default=ServiceClass.LATENCY_SENSITIVE, alias="class")
-    keep_alive: Duration = 600.0  # seconds without requests after which it leaves; 0 = at once, negative = never
+    keep_alive: Duration = 600.0  # time without requests after which it leaves; 0 = at once, negative = never
     preload: bool = False  # load it when the server starts, not at its first request
     dtype: str = "auto"  # of the weights that are kept: auto (what this machine multiplies fastest), bf16, f16, f32
     kv: KvKind = "auto"  # keys and values: in the type that is computed in, or int8
@@ -180,7 +180,7 @@ class ModelConfig(_Section):
     # Whether an answer that is asked to be longer than the context is clamped to it, or refused; None = a chat is
     # clamped, a completion refused. `clamp_max_tokens` of a request comes first.
     clamp_max_tokens: bool | None = None
-    speculative: Speculative = SpeculativeConfig(mode="off")  # drafts
+    speculative: Speculative = SpeculativeConfig(mode="off")  # drafts of several tokens, verified together
 
 
 class TlsConfig(_Section):
@@ -195,11 +195,11 @@ class ServerConfig(_Section):
     port: int = Field(default=8000, ge=0, le=65535)  # 0 = any free one
     tls: TlsConfig | None = None  # serve HTTPS; None = HTTP
     max_queue: int = Field(default=512, ge=1)  # unfinished requests in the whole server; more are answered 503
-    # What clients may hold of the gateway's memory and descriptors before anything is answered.
-    max_body_bytes: Size = 2 * 1024 * 1024  # of one request
+    max_body_bytes: Size = 2 * 1024 * 1024  # of a request's body; a larger one is answered 413
     max_body_memory: Size = 64 * 1024 * 1024  # of all bodies that are being received and read; more are answered 503
     max_tokenize_bytes: Size = 256 * 1024  # of a text for /tokenize, which takes 200 times that for a moment
-    max_connections: int = Field(default=2048, ge=1)  # the one that has waited longest for its client gives way
+    # Beyond so many, the connection that has waited longest for its client is closed.
+    max_connections: int = Field(default=2048, ge=1)
     header_timeout: Duration = Field(default=10.0, gt=0)  # from the connection, or the first byte, to the last header
     body_timeout: Duration = Field(default=30.0, gt=0)  # from the last header to the end of the body
     # Without keys, requests must be addressed to this machine: by a loopback name, an address, or one of these names.
@@ -214,14 +214,14 @@ class ServerConfig(_Section):
     # Of a chat without max_tokens, within the context; a model may have its own.
     default_max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=1)
     drain_timeout: Duration = 120.0  # how long SIGTERM waits for streams
-    # A request whose worker dies goes on, from the tokens that it has, on the worker that takes its place.
-    max_resumptions: int = Field(default=2, ge=0)  # of one request; one more death is an error
+    # How often a request whose worker dies goes on elsewhere, from the tokens that it has; one more death is an error.
+    max_resumptions: int = Field(default=2, ge=0)
     resume_timeout: Duration = Field(default=4.0, ge=0)  # how long a stream waits for the new worker before an error
     # Folder of what survives a server that is killed, or etcd://[USER:PASSWORD@]HOST:PORT[,HOST2:PORT]/PREFIX for
     # several gateways of which one leads: its workers wait for the next one, with their models, and are found by what
     # is written here. None = they end with it.
     state: Annotated[str | None, PlainSerializer(_without_password, when_used="json")] = Field(default=None, repr=False)
-    outlive: Duration = Field(default=60.0, gt=0)  # how long they wait
+    outlive: Duration = Field(default=60.0, gt=0)  # how long workers wait for the next gateway, with `state`
 
 
 class NodeConfig(_Section):
@@ -252,9 +252,8 @@ class StoreConfig(_Section):
     readers: int = Field(default=12, ge=1, le=256)  # threads that read the disk
     # When weights are compared with their checksums: when they are loaded, while the server is idle, or never.
     verify: Annotated[Literal["load", "background", "off"], BeforeValidator(_parse_off)] = "background"
-    # A running server's pulls, each in a process of its own:
-    pull_memory: Size = 4 * 1024**3  # at most for each, beside the files that it maps
-    pull_timeout: Duration = Field(default=180.0, gt=0)  # one that gets on by not a byte for this long is ended
+    pull_memory: Size = 4 * 1024**3  # of each pull of a running server, beside the files that it maps
+    pull_timeout: Duration = Field(default=180.0, gt=0)  # a pull that gets no further byte for this long is ended
 
     @property
     def profiles(self) -> Path:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import typer
+import yaml
 from typer.core import TyperGroup
 
 from dovetail.cli.main import COMMANDS, build_app
+from dovetail.config import FROM_FILE
 from dovetail.errors import OVERLOAD_CODES
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.reasons import REASONS
@@ -53,6 +55,17 @@ def test_reference_pages_are_what_the_code_gives(name: str) -> None:
     assert (ROOT / "docs" / "reference" / name).read_text() == reference.MAKERS[name](), "run make reference"
 
 
+@pytest.mark.parametrize("section", reference.SECTIONS)
+def test_defaults_are_shown_as_a_file_takes_them(section: str) -> None:
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    told = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    record = reference.SECTIONS[section][1]
+    needed = {"source": "x", "cert": "x", "key": "b", "name": "a", "tools": ["*"], "command": ["x"]}
+    needed = {key: needed[key] for key in needed if key in record.model_fields}
+    for key, default in re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", told, re.MULTILINE):
+        record.model_validate({key: yaml.safe_load(default), **needed}, context=FROM_FILE)
+
+
 def test_every_command_and_option_is_one_that_the_command_line_has() -> None:
     lines = []
     for page in PAGES:
@@ -62,6 +75,14 @@ def test_every_command_and_option_is_one_that_the_command_line_has() -> None:
     assert len(commands) > 30
     for words in commands:
         check(words[1:])
+
+
+def test_nothing_is_installed_by_a_name_that_is_another_projects() -> None:
+    """On PyPI `dovetail` is a build tool. An extra is added where Dovetail is installed already."""
+    for page in PAGES:
+        for command in re.findall(r"pip install [^\n`#]*", page.read_text()):
+            words = [word for word in shlex.split(command)[2:] if not word.startswith("-")]
+            assert "dovetail" not in words, f"{page.name}: {command}"
 
 
 def check(words: list[str]) -> None:
