@@ -62,7 +62,6 @@ class Fleet:
 
     def make(self, copies: int, shapes: int, report: Report = lambda what, done, total: None) -> list[FleetModel]:
         """`copies` of the base and `shapes` random models of half a billion parameters."""
-        (self.folder / "gguf").mkdir(parents=True, exist_ok=True)
         base = self._base()
         changed = find_changed(base)  # reading a GGUF's index takes seconds: once for all
         writers: dict[str, Callable[[Path], None]] = {}
@@ -82,6 +81,7 @@ class Fleet:
 
     def _model(self, name: str, write: Callable[[Path], None]) -> FleetModel:
         path = self.folder / "gguf" / f"{name}.gguf"
+        path.parent.mkdir(exist_ok=True)
         if not path.exists():
             building = path.with_suffix(".building")
             write(building)
@@ -90,6 +90,7 @@ class Fleet:
 
     def _base(self) -> Path:
         path = self.folder / "base.gguf"
+        self.folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             with fetch(self.base) as fetched:
                 shutil.copyfile(fetched.path, path.with_suffix(".building"))

@@ -18,6 +18,7 @@ from dovetail.store import Catalogue
 from dovetail_bench.fleet import CHANGED, Fleet, NotDistinct, check_distinct, find_units, prompts_for, write_random
 from dovetail_bench.many import compete
 from dovetail_bench.servers import Settings, budget_bytes
+from dovetail_bench.shapes import TINY
 
 pytestmark = pytest.mark.slow  # whole contests of processes
 
@@ -57,6 +58,12 @@ def test_a_random_shape_is_a_model_that_both_can_read(place: Path, tmp_path: Pat
     card = Catalogue(tmp_path / "store").pull(str(path), name="random")
     assert (card.spec.family, card.spec.vocab_size, card.spec.num_layers) == ("qwen2", 400, 2)
     assert card.spec.qkv_bias
+
+
+def test_a_random_model_is_made_in_a_folder_where_nothing_is_yet(place: Path, tmp_path: Path) -> None:
+    model = Fleet(tmp_path / "bucket", str(place / "tiny.gguf")).make_random("one", TINY)
+    assert model.gguf == tmp_path / "bucket" / "gguf" / "one.gguf"
+    assert all(path.exists() for path in model.blobs)
 
 
 def test_prompts_have_as_many_tokens_as_were_asked_for(place: Path) -> None:
