@@ -166,7 +166,7 @@ class ModelConfig(_Section):
     keep_alive: Duration = 600.0  # time without requests after which it leaves; 0 = at once, negative = never
     preload: bool = False  # load it when the server starts, not at its first request
     dtype: str = "auto"  # of the weights that are kept: auto (what this machine multiplies fastest), bf16, f16, f32
-    kv: KvKind = "auto"  # keys and values: in the type that is computed in, or int8
+    kv: KvKind = "auto"  # keys and values: in the type that is computed in, or int8 (CPUs only)
     # Share of its layers that a GPU keeps. The others are streamed from host memory with every iteration, which takes
     # at least as long as the link does. auto = all that fit into the node's memory.
     resident_share: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
