@@ -68,7 +68,13 @@ def pull(
             help="How matrices lie in memory: plain, tiled for AMX, or quantised; auto = as they come, GGUF blocks too."
         ),
     ] = Layout.AUTO,
-    tp: Annotated[int, typer.Option(help="Write the files in so many parts, cut as for tensor parallelism. A server joins them on one device.", min=1)] = 1,
+    tp: Annotated[
+        int,
+        typer.Option(
+            help="Write the files in so many parts, cut as for tensor parallelism. A server joins them on one device.",
+            min=1,
+        ),
+    ] = 1,
     force: Annotated[bool, typer.Option("--force", help="Pull again even if it is here.")] = False,
     kernels: Annotated[
         bool,
