@@ -75,6 +75,8 @@ def test_a_node_that_cannot_be_used_is_marked_and_the_others_serve(server: Serve
 def test_requests_are_refused_at_once_while_every_node_is_drained(server: Server) -> None:
     client = server.client(api_key="sk-boss")
     assert server.post("/api/nodes/good/drain", {}, headers=KEY).status_code == 200
+    shown = {node["name"]: node["state"] for node in server.get("/api/ps", headers=KEY).json()["nodes"]}
+    assert shown["good"] == "drained"
     health = server.get("/health")
     assert (health.status_code, "all are drained" in health.json()["status"]) == (503, True)
     with pytest.raises(openai.InternalServerError, match="no node can serve: all are drained; resume one"):

@@ -9,13 +9,14 @@ from pydantic import BaseModel, Field
 from dovetail.cluster.request import placed_on
 from dovetail.errors import NodeNotFound
 from dovetail.gateway.cluster import Cluster
+from dovetail.gateway.http.replies import NodeCondition
 from dovetail.gateway.workers.client import WorkerState
 
 
 class NodeState(BaseModel):
     name: str
     device: str
-    state: Literal["starting", "up", "down", "failed", "draining", "drained"]
+    state: NodeCondition
     problem: str | None = Field(default=None, description="of a failed one: why it is not started again")
     pid: int | None
     unfinished: int = Field(description="requests that it is answering")
@@ -50,16 +51,19 @@ def find_node(cluster: Cluster, name: str) -> WorkerState:
     return node
 
 
+def condition(cluster: Cluster, node: WorkerState) -> NodeCondition:
+    drain, state = cluster.controller.drains.get(node.name), cluster.link.state_of(node)
+    if drain is None or state != "up":
+        return state
+    return "drained" if drain.is_done else "draining"
+
+
 def _node_state(cluster: Cluster, node: WorkerState) -> NodeState:
     controller, handle = cluster.controller, cluster.remote.nodes[node.name]
-    state: Literal["starting", "up", "down", "failed", "draining", "drained"] = cluster.link.state_of(node)
-    drain = controller.drains.get(node.name)
-    if drain is not None and state == "up":
-        state = "drained" if drain.is_done else "draining"
     return NodeState(
         name=node.name,
         device=node.hello.device if node.hello else node.config.device,
-        state=state,
+        state=condition(cluster, node),
         problem=cluster.link.supervisors[node.name].unusable,
         pid=cluster.link.pid_of(node),
         unfinished=len(placed_on(controller.works.values(), handle)),

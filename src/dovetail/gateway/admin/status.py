@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dovetail
+from dovetail.gateway.admin.node_states import condition
 from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.http.replies import LoadedModel, ModelStatus, NodeStatus, ServerStatus
 from dovetail.gateway.model_metrics import ModelMetrics
@@ -47,7 +48,7 @@ def _node_status(service: Service, node: WorkerState) -> NodeStatus:
     status = NodeStatus(
         name=node.name,
         device=node.hello.device if node.hello else node.config.device,
-        state=link.state_of(node),
+        state=condition(service.cluster, node),
         problem=supervisor.unusable,
         pid=supervisor.pid,
         starts=supervisor.starts,

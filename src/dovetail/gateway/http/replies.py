@@ -254,10 +254,13 @@ class ModelStatus(BaseModel):
     overhead_seconds: float = 0.0
 
 
+NodeCondition = Literal["starting", "up", "down", "failed", "draining", "drained"]
+
+
 class NodeStatus(BaseModel):
     name: str
     device: str
-    state: Literal["starting", "up", "down", "failed"]
+    state: NodeCondition
     problem: str | None = None  # of a failed one: why it is not started again
     pid: int | None
     starts: int
