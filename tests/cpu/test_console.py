@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from browser import Page, find_browser, running_browser
+from page_cost import weights
 from server_fixture import Server, run_command, running_server
 
 BROWSER = find_browser()
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debia
 WIDTHS = {1440: 900, 390: 844}
 MCP_SERVER = Path(__file__).parents[1] / "pure" / "mcp_server.py"
 SCRIPTED = Path(__file__).parents[2] / "tools" / "scripted_server.py"
+COST = Path(__file__).parents[2] / "docs" / "measurements" / "abuse.md"
 VIEWS = ("chat", "models", "turns", "api", "connect")
 
 
@@ -412,6 +415,31 @@ def test_the_picture_shows_who_held_the_device(page: Page, server: Server) -> No
     assert page.js(f"{drawn}.some((value) => value > 0)")
 
 
+def box(page: Page, selector: str) -> dict[str, float]:
+    found: dict[str, float] = page.js(f"document.querySelector({selector!r}).getBoundingClientRect().toJSON()")
+    return found
+
+
+def test_nothing_is_drawn_over_the_times_below_the_picture(page: Page, server: Server) -> None:
+    """The memory of a small model beside a large one is a line at the very bottom."""
+    server.post("/v1/completions", {"model": "llama", "prompt": "a", "max_tokens": 4, "ignore_eos": True})
+    view(page, "turns")
+    shows(page, ".device canvas[aria-label]")
+    for label in (".begin", ".end"):
+        assert box(page, f".picture {label}")["top"] >= box(page, ".picture canvas")["bottom"]
+        assert box(page, f".picture {label}")["bottom"] <= box(page, ".picture")["bottom"]
+
+
+def test_a_request_is_seen_whole_on_a_phone_too(page: Page) -> None:
+    entries(page, "api")
+    for width, height in WIDTHS.items():
+        page.size(width, height)
+        press(page, "Chat", "document.querySelector('#api .index')")
+        assert page.js("(({ scrollHeight, clientHeight }) => scrollHeight - clientHeight)"
+                       "(document.querySelector('#api textarea.body'))") <= 0, width  # fmt: skip
+    page.size(1440, 900)
+
+
 def entries(page: Page, name: str) -> list[str]:
     view(page, name)
     page.wait(f"document.querySelectorAll('#{name} .index button').length > 3")
@@ -512,6 +540,22 @@ def test_nothing_comes_from_elsewhere_and_an_idle_chat_asks_nothing(page: Page, 
     page.js("new Promise((done) => setTimeout(done, 7000))")  # longer than the models' slowest clock
     assert page.js("performance.getEntriesByType('resource').length") == 0
     assert page.js("document.getAnimations().length") == 0
+
+
+def test_a_first_visit_weighs_what_the_docs_say(server: Server, tmp_path: Path) -> None:
+    """`docs/measurements/abuse.md`; to be changed there when the page has become heavier or lighter."""
+    said = re.search(
+        r"A first visit to the chat takes (\d+) files, (\d+) kB, of which (\d+) kB are sent", COST.read_text()
+    )
+    assert said is not None
+    assert BROWSER is not None
+    with running_browser(BROWSER, tmp_path / "profile") as browser:
+        page = browser.page(server.url + "/")
+        page.wait("document.querySelector('#model')?.options.length === 2")
+        found = weights(page)
+    assert found["files"] == int(said[1])
+    assert found["decodedBodySize"] / 1000 == pytest.approx(int(said[2]), rel=0.03)
+    assert found["transferSize"] / 1000 == pytest.approx(int(said[3]), rel=0.03)
 
 
 def test_the_api_is_documented_from_its_own_document(page: Page, server: Server) -> None:
