@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
-from server_fixture import Server
+from server_fixture import Server, running_server
 
 LONG = "((x{1000}){1000}){1000}"  # forces a text without end, which nobody spells out beforehand
 SLOW: list[dict[str, Any]] = [
@@ -102,3 +104,26 @@ def test_a_request_that_is_given_up_while_its_grammar_is_compiled_leaves_nothing
         ask(client, {"guided_regex": "a{1,400}b{1,400}c{1,400}d"}, n=4)
     assert ask(tiny_server.client(), {"guided_regex": "(yes|no)"}) in ("yes", "no")
     assert tiny_server.blocks_used() == 0
+
+
+def test_a_check_without_processor_is_a_503_and_the_grammar_is_taken_afterwards(
+    tiny_folder: Callable[[str], Path],
+) -> None:
+    """Of a server that has just become ready: the process that checks grammars is there by then."""
+    asked = {"model": "llama", "prompt": "a", "max_tokens": 8, "guided_regex": "[ab]{2,4}"}
+    with running_server(tiny_folder("llama"), "--kv-cache", "4MiB", "--threads", "1") as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        (checker,) = (one for one in children if any(part.endswith(".grammar_check") for part in one.cmdline()))
+        checker.suspend()  # a machine so busy that it gets nothing
+        refused = server.post("/v1/completions", asked)
+        assert refused.status_code == 503, refused.text
+        assert int(refused.headers["retry-after"]) > 0
+        assert refused.json()["error"]["code"] == "grammar_check_timeout"
+        assert "busy machine" in refused.json()["error"]["message"]
+        client = server.client(max_retries=8)  # which keeps to Retry-After
+        text = (
+            client.completions.create(model="llama", prompt="a", max_tokens=8, extra_body={"guided_regex": "[ab]{2,4}"})
+            .choices[0]
+            .text
+        )
+        assert text.strip("ab") == "" != text

@@ -167,6 +167,33 @@ def test_a_model_is_added_served_stopped_and_removed_from_the_command_line(edite
     assert (missing.returncode, "was removed" in missing.stderr) == (1, True)
 
 
+def test_an_add_that_fails_says_why_and_leaves_no_row(edited: Edited, tmp_path: Path) -> None:
+    options = {"env": {**os.environ, "DOVETAIL_API_KEY": "sk-boss", "DOVETAIL_URL": edited.server.url}}
+    whole, broken = tmp_path / "whole.gguf", tmp_path / "broken.gguf"
+    save_tiny_gguf("llama", whole)
+    broken.write_bytes(whole.read_bytes()[:-1000])
+    before = run_command("ps", "--all", **options).stdout
+    done = run_command("add", "phantom", broken, **options)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "broken.gguf" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    after = run_command("ps", "--all", **options).stdout
+    assert "phantom" not in after
+    assert len(after.splitlines()) == len(before.splitlines())
+
+
+def test_what_cannot_be_pulled_is_told_of_below_the_table(edited: Edited) -> None:
+    """Of a model that was added by the API, which nobody follows."""
+    options = {"env": {**os.environ, "DOVETAIL_API_KEY": "sk-boss", "DOVETAIL_URL": edited.server.url}}
+    body = {"name": "phantom", "source": "hf:no-such/model", "aliases": []}
+    assert edited.server.post("/api/models", body, headers=KEY).status_code == 202
+    eventually(lambda: "phantom could not be pulled" in run_command("ps", "--all", **options).stdout, 60)
+    lines = run_command("ps", "--all", **options).stdout.splitlines()
+    row = next(line for line in lines if line.startswith("absent") or " phantom" in line)
+    assert row.split()[-1] == "phantom"
+    assert "removed" in run_command("stop", "phantom", "--remove", **options).stdout
+
+
 def test_a_store_that_is_gone_is_an_error_for_each_request_and_no_more(edited: Edited) -> None:
     edited.write(edited.model("qwen3", preload=True) + ", " + edited.model("llama"))
     edited.reload(says="reloaded")
