@@ -7,20 +7,28 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partialmethod
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import anthropic.resources
+import openai.resources.responses
 import pytest
 
 from vllm_tests import standins
-from vllm_tests.not_applicable import DIFFERENT, RULES
+from vllm_tests.not_applicable import DIFFERENT, FORCED, RULES
 from vllm_tests.server import OurServer
 
 FOREIGN = ("vllm", "anthropic", "tensorizer", "openai_harmony")
 OWN_TOOLS = ("tests.models", "tests.conftest", "tests.entrypoints.pooling.scoring.util")
 _cases: dict[str, dict[str, str]] = {}
+# What makes a request call a tool, by the client's class that sends it.
+_FORCING: list[tuple[Any, dict[str, Any]]] = [
+    (openai.resources.responses.AsyncResponses, {"tool_choice": "required", "parallel_tool_calls": False}),
+    (anthropic.resources.AsyncMessages, {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}),
+]
 
 
 class _StandIns(MetaPathFinder, Loader):
@@ -46,6 +54,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if re.search(pattern, item.nodeid):
                 item.add_marker(pytest.mark.skip(reason=reason))
                 break
+
+
+@pytest.fixture(autouse=True)
+def forced_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if re.search(FORCED, request.node.nodeid):
+        for resource, options in _FORCING:
+            monkeypatch.setattr(resource, "create", partialmethod(resource.create, **options))
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
