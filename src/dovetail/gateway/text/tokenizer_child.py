@@ -29,8 +29,8 @@ LENGTH_BYTES = 8
 QUICK, SHORT, LONG = b"q", b"s", b"l"
 MAX_CPU_S = 60.0  # of one call; nobody waits longer either
 _GIVES_WAY = 10  # niceness of what may take long: whoever waits for it waits anyway, and streams go on meanwhile
-_SPARE_BYTES = 1 << 30  # of memory, beyond so many times the tokenizer's file
-_BYTES_PER_FILE_BYTE = 64
+SPARE_BYTES = 1 << 30  # of memory, beyond so many times the tokenizer's file
+BYTES_PER_FILE_BYTE = 64
 _TRIM_BYTES = 128 * 1024
 
 
@@ -128,7 +128,7 @@ class _Fork:
 
     def _open(self, file: bytes) -> None:
         thread_gives_way(_GIVES_WAY)
-        _limit_memory(_SPARE_BYTES + _BYTES_PER_FILE_BYTE * len(file))
+        _limit_memory(SPARE_BYTES + BYTES_PER_FILE_BYTE * len(file))
         _limit_time()
         opened = Opened(None)
         try:
