@@ -102,7 +102,7 @@ def questions(server: Server) -> dict[str, list[str]]:
     """What the page asks while a stream runs. Of turns, what an interval of it brought."""
     last_s = server.get("/api/turns/shares?cells=1").json()["now_s"]
     turns = f"/api/turns/shares?cells={CELLS}&after={last_s - POLL_S}"
-    return {"models": ["/api/models", "/api/pulls"], "turns": [turns]}
+    return {"models": ["/api/models"], "turns": [turns]}
 
 
 def asked(gateway: psutil.Process, server: Server, paths: list[str]) -> dict[str, float]:

@@ -394,6 +394,27 @@ def test_a_failed_add_is_told_beside_the_form_which_keeps_its_text(page: Page) -
     assert page.js("document.querySelector('#add-name').value") == "fourth"
 
 
+def test_a_pull_is_shown_with_its_progress_by_one_request_each_time(page: Page, server: Server) -> None:
+    model = server.get("/api/models").json()["data"][0]
+    pull = {"name": "far", "source": "hf:org/far", "state": "running", "stage": "download", "started": 1}
+    pull |= {"done_bytes": 50, "total_bytes": 100, "error": None}
+    coming = {"data": [model, model | {"name": "far", "state": "absent", "tier": "remote", "pull": pull}]}
+    reload(page)
+    page.js("window.plainFetch = fetch; window.paths = []")
+    page.js(
+        "window.fetch = async (at, how) => (paths.push(at), at === '/api/models') "
+        f"? new Response({json.dumps(json.dumps(coming))}) : plainFetch(at, how)"
+    )
+    view(page, "models")
+    page.wait("document.querySelector('#pulls')?.textContent === 'far from hf:org/far: download 50 %'")
+    bar = page.js("(({ max, value }) => [max, value])(document.querySelector('#pulls progress'))")
+    assert bar == [100, 50]
+    page.wait("paths.length >= 2", timeout_s=15)
+    assert page.js("[...new Set(paths)]") == ["/api/models"], "each more costs an idle page as much again"
+    page.js("window.fetch = plainFetch")
+    view(page, "chat")
+
+
 def test_without_the_token_the_page_says_how_to_get_it(page: Page, server: Server) -> None:
     view(page, "models")
     page.wait(state_of("llama"))

@@ -33,10 +33,10 @@ class ModelsView {
 
   // Says whether anything is new.
   async poll() {
-    const [{ data }, pulls] = await Promise.all([ask("GET", "/api/models"), ask("GET", "/api/pulls")]);
+    const { data } = await ask("GET", "/api/models");
     const records = data.map((model) => ({ ...model, failure: this.failures.get(model.name) }));
     const is_new = replaceIfNew(this.table, records, (record) => this.row(record));
-    const coming = pulls.data.filter(({ state }) => ["waiting", "running"].includes(state));
+    const coming = data.map(({ pull }) => pull).filter((pull) => ["waiting", "running"].includes(pull?.state));
     return replaceIfNew(this.pulls, coming, pullBar) || is_new;
   }
 
