@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,8 +128,14 @@ def server(url: str | None, model: str) -> Iterator[str]:
 
 
 @contextmanager
-def scripted_server(folder: Path) -> Iterator[str]:
+def scripted_server(folder: Path, aliases: Sequence[str] = ()) -> Iterator[str]:
+    """Its model answers to these names as well."""
     command = [sys.executable, str(SCRIPTED), str(folder / "scripted")]
+    if aliases:
+        config = folder / "dovetail.yaml"
+        model = {"source": "", "keep_alive": -1, "aliases": list(aliases)}
+        config.write_text(json.dumps({"models": {"scripted": model}}))
+        command += ["--config", str(config)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
