@@ -399,6 +399,7 @@ def test_a_pull_is_shown_with_its_progress_by_one_request_each_time(page: Page, 
     pull = {"name": "far", "source": "hf:org/far", "state": "running", "stage": "download", "started": 1}
     pull |= {"done_bytes": 50, "total_bytes": 100, "error": None}
     coming = {"data": [model, model | {"name": "far", "state": "absent", "tier": "remote", "pull": pull}]}
+    view(page, "chat")
     reload(page)
     page.js("window.plainFetch = fetch; window.paths = []")
     page.js(
