@@ -27,7 +27,7 @@ def bucket(
 
     place = folder or default_root() / "bench" / "bucket"
     place.mkdir(parents=True, exist_ok=True)
-    with progress(f"2 GB (written the first time) through {limit:g} MB/s: {span(2000 / limit)}."):
+    with progress(f"2.5 GB (written the first time) through {limit:g} MB/s: {span(60 + 2500 / limit)}."):
         found = measure(place, limit, partial(typer.echo, err=True))
     if as_json:
         print_json(found)
