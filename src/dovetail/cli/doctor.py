@@ -201,7 +201,7 @@ def _notes(cpu: Cpu, gpus: tuple[Gpu, ...], folder: Path) -> list[str]:
     if importlib.util.find_spec("huggingface_hub") is None:
         notes.append("huggingface_hub is not installed: `pull hf:…` does not work (install dovetail[convert])")
     if importlib.util.find_spec("pip") is None:
-        notes.append("pip is not installed here: `pull pypi:…` does not work")
+        notes.append("pip is not installed here: `pull pypi:…` does not work (with uv: `uv tool install --with pip …`)")
     if not os.access(folder, os.W_OK):
         notes.append(f"{folder} is not writable: nothing can be pulled")
     return notes
