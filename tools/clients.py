@@ -65,6 +65,7 @@ CLIENTS = {
     "DSPy": Client("dspy_checks.py", ("dspy",)),
     "LiteLLM's proxy": Client("litellm_proxy_checks.py", ("litellm[proxy]", "openai")),
     "lm-eval": Client("lm_eval_checks.py", ("lm-eval[api]",)),
+    "Open WebUI": Client("open_webui_checks.py", ("torch==2.13.0", "open-webui")),
     "promptfoo": Client("promptfoo_checks.mjs", ("promptfoo",)),
     "guidellm": Client("guidellm_checks.py", ("guidellm",)),
 }
