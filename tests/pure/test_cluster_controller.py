@@ -428,7 +428,7 @@ def idle_cluster(composition: Composition) -> Controller:
     source = handle_of(controller)
     serve_all(source.runtime, 0.0)
     source.runtime.withdraw(0, 0.0)
-    controller.seeker.left(source, 0)
+    controller.seeker.left(source, 0, is_best_effort=False)
     assert isinstance(submit(controller, make_work(1, "b", ttft_s=9.0)), Queued)
     return controller
 

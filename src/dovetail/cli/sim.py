@@ -127,6 +127,9 @@ def run(
     lengths: LengthsOption = None,
     clients: ClientsOption = None,
     faults: Annotated[int, typer.Option(min=0, help="inject this many faults, drawn from the seed")] = 0,
+    best_effort: Annotated[
+        float, typer.Option(min=0.0, help="so many requests of best effort a second beside the trace's")
+    ] = 0.0,
     config: Annotated[Path | None, typer.Option(help="YAML with nodes and models, instead of the options")] = None,
 ) -> None:
     """One trace, one policy. Example: dovetail sim run --trace t.csv --profile p.json --config cluster.yaml --json"""
@@ -149,6 +152,7 @@ def run(
         cpu_hardware=cpu_hardware,
         gpu_hardware=gpu_hardware,
         faults=faults,
+        best_effort_per_s=best_effort,
         layout=_layout(context, config),
         config=config,
     )

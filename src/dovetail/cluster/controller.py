@@ -108,7 +108,7 @@ class Controller:
             if work.place is not None:
                 (node, instance), work.place = work.place, None
                 node.order(protocol.Withdraw(work.id), now)
-                self.seeker.left(node, instance)
+                self.seeker.left(node, instance, is_best_effort=work.is_best_effort)
             self._end(work, fate, reason, now)
         self._settle(now)
 
@@ -151,7 +151,7 @@ class Controller:
                 work.is_prompting = False
             self._begin_late(now)
         elif isinstance(notice, protocol.InstanceOpened):
-            self.seeker.placer.add_instance(node, notice.instance, notice.model, Phase.ANY, batch=0)
+            self.seeker.placer.add_instance(node, notice.instance, notice.model, Phase.ANY)
             self.seeker.room.changed()
         elif isinstance(notice, protocol.InstanceReady):
             self.departures.ready(node, notice.model, now)

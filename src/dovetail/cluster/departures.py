@@ -11,10 +11,11 @@ from dovetail.cluster.migration import Migrations
 from dovetail.cluster.request import RequestState
 from dovetail.cluster.seeker import Seeker
 from dovetail.cluster.waiting import RETRY_S
-from dovetail.node.protocol import Evicted, Finished, HandedOver
+from dovetail.node.protocol import GIVES_WAY, Evicted, Finished, HandedOver
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.work import Phase, RequestRecord
 
+GAVE_WAY_S = 5.0  # best effort that gave way leaves the memory to others for so long
 KV_BYTES_PER_S = 12.5e9  # of blocks that are handed over
 
 
@@ -60,17 +61,19 @@ class Departures:
         seeker.lengths.add(work.model, work.produced)
         seeker.likeness.add(work.model, work.produced)
         seeker.lengths.ended(work.id)
-        seeker.left(node, instance)
+        seeker.left(node, instance, is_best_effort=work.is_best_effort)
 
     def evicted(self, node: NodeHandle, instance: int, work: RequestState, reason: str, now: float) -> None:
         seeker = self._seeker
         seeker.at(now)
-        seeker.placer.left(node, instance)
+        seeker.placer.left(node, instance, is_best_effort=work.is_best_effort)
         seeker.lengths.runs(work.model, work.id, work.produced)
         if reason == "kv_short" and seeker.lateness.owes_place(work.produced):
             seeker.owe(work, node.name)
         work.cached = False
-        if reason == "kv_short" and work.short_at == work.produced:
+        if reason == GIVES_WAY:
+            seeker.move(work, now + GAVE_WAY_S, reason)
+        elif reason == "kv_short" and work.short_at == work.produced:
             # It got no token there either: nowhere does it fit now.
             seeker.move(work, now + RETRY_S, reason)
         elif reason == "kv_short":  # at once it would only come back to where it did not fit
@@ -82,7 +85,7 @@ class Departures:
     def handed_over(self, node: NodeHandle, instance: int, work: RequestState, kv_bytes: int, now: float) -> None:
         seeker = self._seeker
         seeker.at(now)
-        seeker.placer.left(node, instance)
+        seeker.placer.left(node, instance, is_best_effort=work.is_best_effort)
         travel_s = kv_bytes / KV_BYTES_PER_S
         work.phase = Phase.DECODE
         work.cached = True

@@ -63,8 +63,20 @@ class InstanceView:
     id: int
     model: str
     phase: Phase
-    batch: int
+    batch: int  # requests that are not best effort
     on_cpu: bool
+    best_effort: int = 0  # and these
+
+    def count(self, more: int, *, is_best_effort: bool) -> None:
+        if is_best_effort:
+            self.best_effort += more
+        else:
+            self.batch += more
+
+    @property
+    def fills_gaps(self) -> bool:
+        """It would be gone but for best effort."""
+        return self.best_effort > 0 and not self.batch
 
 
 def room_for(nodes: Iterable[NodeHandle], model: str) -> int | None:

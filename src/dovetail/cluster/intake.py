@@ -59,6 +59,7 @@ def _work_of(
     work.group = group
     work.adapter = submission.adapter
     work.is_strict = submission.is_strict
+    work.is_best_effort = submission.is_best_effort
     work.produced = produced
     if produced:  # its client waits in the middle of a text: the next token is as urgent as a first one
         work.first_due_s = now + ttft_s - tpot_s * produced

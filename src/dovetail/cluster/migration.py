@@ -61,6 +61,7 @@ class Migration:
     is_over: bool = False  # whoever waits for an answer takes back what comes of it
     is_gated: bool = False  # the source keeps it until `open`: others have to be accepted elsewhere first
     has_caught_up: bool = False  # and waits for that
+    is_best_effort: bool = False
 
 
 class Migrations:
@@ -94,6 +95,7 @@ class Migrations:
             return False
         source = work.place.node
         migration = Migration(next(self._numbers), request, source, reason, wanted, is_gated=is_gated)
+        migration.is_best_effort = work.is_best_effort
         self._by_request[request] = migration
         self._seeker.decisions.begin(self._choose(migration))
         return True
@@ -222,12 +224,12 @@ class Migrations:
             self._end(migration)
             if not was_asked:
                 return False
-            seeker.left(source, instance)
+            seeker.left(source, instance, is_best_effort=record.is_best_effort)
             work.take(record)
             seeker.outbox.append(Moving(work, seeker.decisions.now_s, migration.reason))
             seeker.seek(work)
             return True
-        seeker.left(source, instance)
+        seeker.left(source, instance, is_best_effort=record.is_best_effort)
         gap = record.produced - migration.known
         work.take(record)
         self._send_tokens(migration, record, is_last=True)
@@ -279,7 +281,7 @@ class Migrations:
     def _copy_lost(self, migration: Migration) -> None:
         """The source goes on; one that was asked to let go may have done so."""
         assert migration.destination is not None
-        self._seeker.placer.left(migration.destination, migration.instance)
+        self._left(migration.destination, migration)
         migration.destination = None
         if migration.step is not Step.RELEASING:
             self._end(migration)
@@ -292,7 +294,11 @@ class Migrations:
         node = migration.destination
         if node is not None and migration.step is not Step.CHOOSING:
             node.order(protocol.Withdraw(migration.id, migration.number), self._seeker.decisions.now_s)
-            self._seeker.placer.left(node, migration.instance)
+            self._left(node, migration)
+
+    def _left(self, node: NodeHandle, migration: Migration) -> None:
+        """The copy."""
+        self._seeker.placer.left(node, migration.instance, is_best_effort=migration.is_best_effort)
 
     def cancel(self, requests: Iterable[int]) -> None:
         for request in requests:

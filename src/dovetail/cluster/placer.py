@@ -92,10 +92,20 @@ class Placer:
         placed = placed or (yield from self._preempt(search))
         return placed or (yield from start_or_make_way(self, search))
 
+    def fill_gaps(self, search: Search, *, may_start: bool) -> Asking[Placed | None]:
+        """For best effort: on an instance that is there, or on a new one where nothing else has work; on the model's
+        first one anywhere."""
+        placed = yield from self.join(search)
+        if placed is None and may_start:
+            is_first = not self.num_open(search.work.model)
+            nodes = [node for node in self.window(search.record) if is_first or node.is_idle]
+            placed = yield from start(self, search, nodes)
+        return placed
+
     def come_back(self, search: Search) -> Asking[Placed | None]:
         """A place without making room for it."""
         placed = yield from self.join(search)
-        return placed or (yield from start(self, search))
+        return placed or (yield from start(self, search, self.window(search.record)))
 
     def warm(self, model: str) -> Asking[Warmed]:
         """An instance of the model, where a start would be tried first; one that is there will do."""
@@ -132,17 +142,18 @@ class Placer:
 
     # What is believed of instances
 
-    def add_instance(self, node: NodeHandle, instance_id: int, model: str, phase: Phase, batch: int) -> None:
+    def add_instance(self, node: NodeHandle, instance_id: int, model: str, phase: Phase) -> InstanceView:
         self.forget(node, instance_id)
-        view = InstanceView(node, instance_id, model, phase, batch, node.facts.kind is DeviceKind.CPU)
+        view = InstanceView(node, instance_id, model, phase, 0, node.facts.kind is DeviceKind.CPU)
         self._instances[node.name, instance_id] = view
         self._by_model[model].append(view)
+        return view
 
-    def left(self, node: NodeHandle, instance_id: int) -> None:
+    def left(self, node: NodeHandle, instance_id: int, *, is_best_effort: bool) -> None:
         """Work has left the instance."""
         view = self._instances.get((node.name, instance_id))
         if view is not None:
-            view.batch -= 1
+            view.count(-1, is_best_effort=is_best_effort)
 
     def forget(self, node: NodeHandle, instance_id: int) -> None:
         """The instance takes no more work."""
@@ -163,10 +174,8 @@ class Placer:
                 self.forget(node, instance_id)
         for one in view.instances:
             known = self._instances.get((node.name, one.id))
-            if known is None:
-                self.add_instance(node, one.id, one.model, one.phase, one.batch)
-            else:
-                known.batch = one.batch
+            known = known or self.add_instance(node, one.id, one.model, one.phase)
+            known.batch, known.best_effort = one.batch - one.best_effort, one.best_effort
 
     # The steps of placement
 
@@ -176,13 +185,13 @@ class Placer:
             if view.node.name in search.avoided:
                 search.refusals[Refusal.MEMORY] += 1
                 continue
-            if is_overcommitted(view.node, search.record):
+            if not search.work.is_best_effort and is_overcommitted(view.node, search.record):
                 search.refusals[Refusal.DECODE_OVERCOMMITTED] += 1  # it would say the same
                 search.crowded.append(view)
                 continue
             answer = yield from self._propose(search, view.node, view.id)
             if isinstance(answer, Accepted):
-                view.batch += 1
+                view.count(1, is_best_effort=search.work.is_best_effort)
                 return Placed(search.work, view.node, view.id, How.JOIN)
             if isinstance(answer, Refused) and answer.reason in MENDABLE:
                 search.crowded.append(view)
@@ -207,6 +216,11 @@ class Placer:
             views = [view for view in views if (view.node.name, view.id) not in self.leaving]
         turn = self._turn_of[work.model]
         self._turn_of[work.model] += len(views) > 1
+        if not work.is_best_effort and any(view.fills_gaps for view in views):
+            # As if best effort were not there: what it alone keeps open comes after what others have open.
+            spare = self._order.rank([view for view in views if view.fills_gaps], turn)
+            views = self._order.rank([view for view in views if not view.fills_gaps], turn)
+            return [*views, *spare[:1]]
         return self._order.rank(views, turn)
 
     def _preempt(self, search: Search) -> Asking[Placed | None]:
@@ -226,7 +240,7 @@ class Placer:
                 self.forget(view.node, victim.instance)
                 answer = yield from self._propose(search, view.node, view.id)
                 if isinstance(answer, Accepted):
-                    view.batch += 1
+                    view.count(1, is_best_effort=search.work.is_best_effort)
                     return Placed(search.work, view.node, view.id, How.PREEMPT)
                 return None
         return None
@@ -260,11 +274,10 @@ class Placer:
     def joined(self, node: NodeHandle, instance_id: int, request: RequestRecord) -> None:
         """The node has taken the request, on an instance that was there or that it starts."""
         view = self._instances.get((node.name, instance_id))
-        if view is not None:
-            view.batch += 1
-        else:
-            self.add_instance(node, instance_id, request.model, request.phase, batch=1)
+        if view is None:
+            view = self.add_instance(node, instance_id, request.model, request.phase)
             self.starts.started(node, request.model, self.now_s)
+        view.count(1, is_best_effort=request.is_best_effort)
 
     def _can_move(self, victim: Victim, source: NodeHandle, search: Search) -> Asking[bool]:
         """Every request of the victim would be accepted somewhere else, each on a node of its own: that a node accepts
@@ -308,7 +321,8 @@ class Placer:
         answer = yield from self._propose(search, node, None)
         if not isinstance(answer, Accepted):
             return None
-        self.add_instance(node, answer.instance, work.model, work.phase, batch=1)
+        view = self.add_instance(node, answer.instance, work.model, work.phase)
+        view.count(1, is_best_effort=work.is_best_effort)
         self.starts.started(node, work.model, self.now_s)
         return Placed(work, node, answer.instance, how)
 

@@ -170,7 +170,7 @@ class QueuedRequests:
 
     def _take_late(self, late: Sequence[RequestState], *, in_advance: bool = False) -> None:
         """The most urgent of these gets later deadlines before its own have passed, if it may."""
-        late = [one for one in late if one.is_lenient]
+        late = [one for one in late if one.is_lenient and not one.is_best_effort]
         if late:
             work = min(late, key=lambda one: (one.due_s, one.id))
             search = work.last_search

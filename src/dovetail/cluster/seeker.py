@@ -20,6 +20,7 @@ from dovetail.policy.memory import OutputMean
 from dovetail.policy.work import RequestRecord
 
 MAX_TAKEN_BACK = 16  # long answers, for one newcomer
+CROWDED_S = 10.0  # after somebody who is waited for found no place, best effort starts no instance
 DISPLACE_S, DISPLACE_FACTOR = 5.0, 3.0  # longer than this, and so many times what was estimated, nobody waits for L7
 # Refusals that go away with later deadlines.
 TOO_LATE = {Refusal.FIRST_TOKEN_LATE, Refusal.DECODE_OVERCOMMITTED, Refusal.HARDWARE, Refusal.LINK}
@@ -39,6 +40,7 @@ class Seeker:
         self.timed: list[tuple[float, int]] = []  # heap of (time, request): moving ones ask again
         self.ends = Ends()
         self._owing: Counter[str] = Counter()  # by node: answers that it evicted for want of memory
+        self._crowded_until_s = 0.0
         self.outputs = OutputMean()
         self.lengths = AnswerLengths()
         self.likeness = Likeness()
@@ -54,9 +56,9 @@ class Seeker:
     def now_s(self) -> float:
         return self.decisions.now_s
 
-    def left(self, node: NodeHandle, instance: int) -> None:
+    def left(self, node: NodeHandle, instance: int, *, is_best_effort: bool) -> None:
         """A request has left an instance: somebody else may have its place."""
-        self.placer.left(node, instance)
+        self.placer.left(node, instance, is_best_effort=is_best_effort)
         self.room.changed()
 
     def warm(self, model: str) -> Asking[None]:
@@ -103,7 +105,10 @@ class Seeker:
         placed: Placed | Displace | None
         for is_extended in (False, True):
             try:
-                if self.now_s < work.waits_for_room_s:
+                if work.is_best_effort:
+                    may_start = self.now_s >= self._crowded_until_s
+                    placed = yield from self.placer.fill_gaps(search, may_start=may_start)
+                elif self.now_s < work.waits_for_room_s:
                     placed = yield from self.placer.join(search)
                 else:
                     work.waits_for_room_s = 0.0
@@ -127,6 +132,8 @@ class Seeker:
         elif Refusal.SILENT in search.refusals and self.now_s > search.until_s:
             self._refuse(work, "deadline", search)  # its time went by while it waited for answers
         else:
+            if not work.is_best_effort:
+                self._crowded_until_s = self.now_s + CROWDED_S
             self.room.enter(work, search, self.now_s, work.early_due_s)
             self.outbox.append(Queued(work, dict(search.refusals)))
 
@@ -158,7 +165,8 @@ class Seeker:
         return is_offered
 
     def _may_extend(self, work: RequestState) -> bool:
-        return self.lateness.may_extend(is_strict=work.is_strict, produced=work.produced)
+        """Best effort is never too late."""
+        return work.is_best_effort or self.lateness.may_extend(is_strict=work.is_strict, produced=work.produced)
 
     def give_up(self, work: RequestState, search: Search) -> None:
         """Its token was due while it had no place; `search` is the last one."""
@@ -167,7 +175,8 @@ class Seeker:
             self._refuse(work, "too_large", search)  # whoever had room for it has gone, or the first node came after it
         elif self._may_extend(work) and any(node.offer_of(work.model) is not None for node in self.placer.nodes):
             self.extend(work, search.prefill_s, search.decode_s)
-            if work.produced or work.id != work.group or not SCARCE & search.refusals.keys():
+            is_first = work.id == work.group and not work.produced
+            if not is_first or work.is_best_effort or not SCARCE & search.refusals.keys():
                 self.seek(work)
             else:
                 self.decisions.begin(self._make_way(self._search(work)))
@@ -221,7 +230,7 @@ class Seeker:
         and had accepted it after all."""
         work = self.works.get(record.id)
         if work is not None and work.search is None and work.id not in self.room:  # else: or was cancelled
-            self.left(node, answer.instance)
+            self.left(node, answer.instance, is_best_effort=record.is_best_effort)
             work.take(record)
             self.extend(work, answer.prefill_s, answer.decode_s)
             self.move(work, self.now_s + RETRY_S, "gives_way")
@@ -235,7 +244,7 @@ class Seeker:
     def _refuse(self, work: RequestState, reason: str, search: Search) -> None:
         """With the choices that would have followed it."""
         is_never = reason == "too_large" or (reason == "hardware" and not search.could_serve)
-        retry_after_s = None if is_never else self.ends.retry_after_s(len(self.room), self.now_s)
+        retry_after_s = None if is_never else self.ends.retry_after_s(self.room.num_waited_for, self.now_s)
         self.settle_debt(work)
         self.lengths.ended(work.id)
         followers, work.followers = work.followers, ()

@@ -126,9 +126,9 @@ class StartOrder:
             near.pop(node.name, None)
 
 
-def start(placer: Placer, search: Search) -> Asking[Placed | None]:
-    """Nobody makes way for it."""
-    for node in placer.starts.rank(placer.window(search.record), search.work.model, placer.now_s):
+def start(placer: Placer, search: Search, nodes: Sequence[NodeHandle]) -> Asking[Placed | None]:
+    """On one of these. Nobody makes way for it."""
+    for node in placer.starts.rank(nodes, search.work.model, placer.now_s):
         if placer.starts.is_taken(node):
             search.refusals[Refusal.SLOTS] += 1  # it would say the same
             continue

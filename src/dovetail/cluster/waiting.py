@@ -60,6 +60,11 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._works)
 
+    @property
+    def num_waited_for(self) -> int:
+        """Requests that are not best effort."""
+        return sum(not work.is_best_effort for work in self._works.values())
+
     def enter(self, work: RequestState, search: Search, now: float, due_s: float | None = None) -> None:
         """It has just asked in vain; `due_s` is when it expires, if not when its next token is due."""
         if not self._works:

@@ -29,6 +29,7 @@ class Grant:
 KEEP = Grant()
 SHORT_FLOOR = 2  # usual requests that the smallest pool holds where requests are short
 MAX_VICTIMS = 2  # named to whoever asks who could give way: each one costs a look at everybody
+WAITING_PROMPTS = 2  # of best effort, on one instance: more of them wait where they may yet go to another node
 
 
 class Admitter:
@@ -53,6 +54,8 @@ class Admitter:
 
     def _join(self, instance: Instance, work: Work, free_at_s: float, *, ignore_memory: bool) -> Grant | Refusal:
         grant: Grant | Refusal = KEEP
+        if work.is_best_effort:
+            return self._join_best_effort(instance, work)
         if self.timing.is_too_late(instance, work, free_at_s):
             grant = Refusal.FIRST_TOKEN_LATE
         elif not ignore_memory:
@@ -77,10 +80,18 @@ class Admitter:
             return Refusal.HARDWARE
         if not hosting.weights_in_place and self._is_link_late(hosting, work, free_at_s):
             return Refusal.LINK
+        if work.is_best_effort:
+            return self._memory_for_start(hosting, work)
         grant = self._memory_for_start(hosting, work)
         if isinstance(grant, Refusal):
             return grant
         return self.timing.refuses(None, work, free_at_s, grant.kv_tokens) or grant
+
+    def _join_best_effort(self, instance: Instance, work: Work) -> Grant | Refusal:
+        """It takes turns that nobody else wants, so that only memory counts, and there it displaces nobody."""
+        if len(instance.patient) >= WAITING_PROMPTS:
+            return Refusal.CONCURRENCY
+        return self._memory(instance, work)
 
     def victims(self, target: Instance, work: Work, free_at_s: float) -> list[Instance]:
         """S9: neighbours whose going, each alone, would let `target` take the work; smallest batch first."""
@@ -97,7 +108,7 @@ class Admitter:
         if refusal is Refusal.MEMORY:
             if isinstance(self.join(target, work, free_at_s, ignore_memory=True), Refusal):
                 return []
-            gap = self._memory_gap(target, work)
+            gap = self.memory_gap(target, work)
             found = (one for one in ranked if self._residency.planned_bytes(one) >= gap)
         elif refusal is Refusal.DECODE_OVERCOMMITTED:
             found = self.timing.making_way(target, work, free_at_s, ranked)
@@ -106,7 +117,10 @@ class Admitter:
         return list(islice(found, MAX_VICTIMS))
 
     def _is_link_late(self, hosting: Hosting, work: Work, free_at_s: float) -> bool:
-        """L6: one link serves the loads one after another; what is excused to a request, its user still waits for."""
+        """L6: one link serves the loads one after another; what is excused to a request, its user still waits for. Best
+        effort orders none behind which somebody else's could come."""
+        if work.is_best_effort:
+            return any(one.state is State.LOADING for one in self._instances.values())
         wait_s = sum(one.hosting.load_s for one in self._instances.values() if one.state is State.LOADING)
         prefill_s = hosting.latency.prefill_s(work.known_tokens) * self._device.overestimate
         return self._loads.is_late(free_at_s + wait_s + prefill_s, work.due_s)
@@ -117,18 +131,32 @@ class Admitter:
             return EMPTY  # idle instances go for it
         pace_s, strictest_s = 0.0, INFINITY
         for one in self._instances.values():
-            if one.running or one.waiting or one.held:
+            if one.waited_for:
                 grown_s = one.grown_s
                 pace_s += self.timing.pace_s(one) if grown_s is None else grown_s
                 if one.strictest_s < strictest_s:
                     strictest_s = one.strictest_s
-        return StartRoom(self._weights_room() + self._idle_bytes(), pace_s, strictest_s)
+        return StartRoom(self._weights_room() + self._idle_bytes() + self.yielded_bytes(), pace_s, strictest_s)
 
     def _idle_bytes(self) -> int:
         """Weights that give way to a start that asks for it."""
         if not self._reclaiming.asks(are_alike=True):
             return 0
         return sum([one.hosting.weight_bytes for one in self._instances.values() if one.is_idle])
+
+    def yielded_bytes(self, target: Instance | None = None) -> int:
+        """O8: what best effort frees if it gives way to somebody who comes to the target, or for whom an instance is
+        started: those that only it uses go then."""
+        return sum([self._yields(one, target) for one in self._instances.values() if one.best_effort])
+
+    def _yields(self, instance: Instance, target: Instance | None) -> int:
+        if instance is target:
+            return 0  # that is counted as there
+        hosting = instance.hosting
+        if target is None and not instance.waited_for and hosting.keep_alive_s != INFINITY:
+            return self._residency.planned_bytes(instance)
+        kept = self.recommended(hosting, self.required(hosting, instance.model, instance.lengths_waited_for()))
+        return max(self._residency.planned_kv_tokens(instance) - kept, 0) * hosting.kv_bytes_per_token
 
     # Slots and shares
 
@@ -248,9 +276,8 @@ class Admitter:
             missing = max(missing, weights - self._weights_room())
         return max(missing, 1 if self._slots(hosting) is not None else 0)
 
-    def _memory_gap(self, instance: Instance, work: Work) -> int:
-        required = self.required(
-            instance.hosting, work.model, [*instance.lengths(), (work.input_tokens, work.produced)]
-        )
+    def memory_gap(self, instance: Instance, work: Work) -> int:
+        lengths = [*instance.lengths_waited_for(), (work.input_tokens, work.produced)]
+        required = self.required(instance.hosting, work.model, lengths)
         missing = required - self._residency.planned_kv_tokens(instance)
         return missing * instance.hosting.kv_bytes_per_token - self._device.ledger.available

@@ -22,7 +22,7 @@ def view_of(node: Node, version: int, fullness: float, room: protocol.StartRoom)
     """The node as others may know it."""
     ledger = node.device.ledger
     instances = tuple(
-        protocol.InstanceView(one.id, one.model, one.phase, one.batch, one.state is State.READY)
+        protocol.InstanceView(one.id, one.model, one.phase, one.batch, one.state is State.READY, one.best_effort)
         for one in node.instances.values()
         if one.state is not State.CLOSING
     )
@@ -99,7 +99,8 @@ def ease_everyone(node: Node, now: float, extra_s: float) -> float:
 def find_long_answer(node: Node) -> tuple[int, Work] | None:
     """An instance and a long answer on it that may have to wait for a newcomer."""
     places = {work.id: (one, work) for one in node.instances.values() for work in one.running.values()}
-    running = [Running(work.id, work.group, one.produced(work), work.is_strict) for one, work in places.values()]
+    waited_for = [(one, work) for one, work in places.values() if not work.is_best_effort]
+    running = [Running(work.id, work.group, one.produced(work), work.is_strict) for one, work in waited_for]
     found = who_gives_way(running)
     return None if found is None else (places[found][0].id, places[found][1])
 
@@ -154,7 +155,7 @@ def find_guests(node: Node, question: protocol.FindGuests) -> protocol.Guests:
     hosting = node.device.hostings.get(work.model)
     if hosting is None or not node.up:
         return protocol.Guests()
-    missing = node.admit.missing_bytes(hosting, work)
+    missing = max(node.admit.missing_bytes(hosting, work) - node.admit.yielded_bytes(), 0)
     settled = [one for one in node.instances.values() if one.state is State.READY and not one.waiting and not one.held]
     settled = [one for one in settled if one.hosting.keep_alive_s != INFINITY]
     guests = [

@@ -39,6 +39,7 @@ class TurnState:
         self.parted_s = 0.0  # when the last part of a prompt was computed
         self.wakes_s: float | None = None  # until when it was last said that nothing is begun
         self.rest_until_s: dict[int, float] = {}  # by instance: a static share of the device is used up until then
+        self.owed_s = 0.0  # to best effort, of the share that it has in any case
 
     @property
     def with_work(self) -> list[Instance]:
@@ -49,6 +50,7 @@ class TurnState:
         for kept in (self.active, self.almost, self.joined, self.rest_until_s, self.awaiting):
             kept.clear()
         self.underway = None
+        self.owed_s = 0.0
 
 
 class Device:
@@ -155,4 +157,7 @@ def turn_rule(kind: DeviceKind, composition: Composition) -> TurnRule:
         turns.smooth_answers,
         splits,
         turns.max_stall if splits and kind is DeviceKind.CPU else INFINITY,
+        turns.best_effort_s,
+        turns.ride,
+        turns.reserve,
     )

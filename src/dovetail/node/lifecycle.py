@@ -12,6 +12,8 @@ from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.memory import Part
 from dovetail.policy.work import Work
 
+LONG_IDLE_S = 30.0  # an instance that was in use since then is likely to be called again
+
 
 class Lifecycle:
     def __init__(self, device: Device, residency: Residency, admit: Admitter) -> None:
@@ -50,14 +52,17 @@ class Lifecycle:
 
     # Idle
 
-    def idle(self) -> list[Instance]:
-        """Instances that may be closed, the longest idle first; one that is kept forever is not among them."""
-        return sorted((one for one in self._device.instances.values() if one.is_idle), key=lambda one: one.idle_since_s)
+    def idle(self, since_s: float = INFINITY) -> list[Instance]:
+        """Instances that may be closed, since then at least, the longest idle first; one that is kept forever is not
+        among them."""
+        found = [one for one in self._device.instances.values() if one.is_idle and one.idle_since_s <= since_s]
+        return sorted(found, key=lambda one: one.idle_since_s)
 
     def reclaim(self, work: Work, free_at_s: float) -> Grant | Refusal:
         """Close idle instances, the longest idle first, until the work's model can start; none, if all of them would
-        not be enough. Where weights may take a share of the device only, it can start when they are gone."""
-        idle = self.idle()
+        not be enough. Where weights may take a share of the device only, it can start when they are gone. For best
+        effort nothing goes that was in use a moment ago."""
+        idle = self.idle(self._device.now_s - LONG_IDLE_S) if work.is_best_effort else self.idle()
         missing = self._admit.missing_bytes(self._device.hostings[work.model], work)
         if sum(self._residency.planned_bytes(one) for one in idle) < missing:
             return Refusal.MEMORY

@@ -102,6 +102,9 @@ class Node:
     def join(self, instance_id: int, work: Work, now: float) -> Refusal | None:
         """Add the work to an instance that is there."""
         grant = self._consider_join(instance_id, work, now)
+        if grant is Refusal.MEMORY and not work.is_best_effort:
+            target = self.instances[instance_id]
+            grant = self.pools.give_way(target, work, lambda: self._consider_join(instance_id, work, now))
         if isinstance(grant, Refusal):
             return grant
         self._accept(self.instances[instance_id], work, grant)
@@ -112,6 +115,8 @@ class Node:
         grant = self.admit.start(work, self._free_at_s(now)) if self.device.up else Refusal.CLOSED
         if grant is Refusal.MEMORY and self.composition.reclaiming.may_reclaim(is_asked=reclaims):
             grant = self.lives.reclaim(work, self._free_at_s(now))
+        if grant is Refusal.MEMORY and not work.is_best_effort:
+            grant = self.pools.give_way(None, work, lambda: self.admit.start(work, self._free_at_s(now)))
         if isinstance(grant, Refusal):
             return grant
         instance = self.device.open_instance(work.model, work.phase)

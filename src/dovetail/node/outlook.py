@@ -8,6 +8,7 @@ from operator import itemgetter
 
 from dovetail.node.instance import Instance, State
 from dovetail.policy.headroom import INFINITY, InstanceDemand, Prefill
+from dovetail.policy.lane import is_spare
 from dovetail.policy.parts import least_s
 from dovetail.policy.work import Phase, Work
 
@@ -18,8 +19,8 @@ def cold_start_grace_s(work: Work, ordered_s: float, loaded_s: float) -> float:
 
 
 def movable(instance: Instance) -> tuple[Work, ...]:
-    """Copies of its work as it would come to another instance."""
-    return tuple(work.as_of(instance.produced(work)) for work in instance.works())
+    """Copies of its work as it would come to another instance; best effort waits for a place."""
+    return tuple(work.as_of(instance.produced(work)) for work in instance.works() if not work.is_best_effort)
 
 
 def demand_of(
@@ -47,7 +48,9 @@ def demand_of(
 
 
 def _foresee(instance: Instance, demand: InstanceDemand, free_at_s: float) -> None:
-    """What will have happened when the turn under way is over."""
+    """What will have happened when the turn under way is over; one of best effort is none."""
+    if is_spare(instance, instance.prompts, decodes=instance.decodes):
+        return
     demand.turned_s = free_at_s
     if instance.prompts:
         demand.parted_s = free_at_s
@@ -95,7 +98,7 @@ def _count(demand: InstanceDemand, instance: Instance, prefills: list[Prefill], 
                 demand.deadline_s = one.due_s
         demand.prefills = tuple(prefills)
     demand.decode_s = instance.decode_s()
-    demand.batch = instance.batch
+    demand.batch = instance.waited_for
     demand.frees_bytes = instance.frees_bytes
 
 
@@ -108,7 +111,7 @@ def _after_turn(instance: Instance, free_at_s: float, pace_tokens: float) -> tup
         due += pace
     if instance.phase is Phase.PREFILL:
         return due, pace
-    for joins in [share.work for share in instance.prompts if share.is_last]:
+    for joins in [share.work for share in instance.prompts if share.is_last and not share.work.is_best_effort]:
         joins_due = joins.due_s
         if not joins.produced:
             joins_due = min(joins_due, free_at_s + joins.safety_s(pace_tokens))

@@ -6,13 +6,15 @@ come, and the cluster is asked to move somebody elsewhere.
 
 from __future__ import annotations
 
-from dovetail.node.admission import Admitter
+from collections.abc import Callable
+
+from dovetail.node.admission import Admitter, Grant
 from dovetail.node.device import Device
 from dovetail.node.instance import Instance
 from dovetail.node.lifecycle import Lifecycle
-from dovetail.node.protocol import Overcommitted
+from dovetail.node.protocol import GIVES_WAY, Overcommitted
 from dovetail.node.residency import Residency
-from dovetail.policy.headroom import INFINITY
+from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.memory import granted_tokens, should_shrink
 from dovetail.policy.work import Work
 
@@ -64,7 +66,8 @@ class Pools:
             if self._enlarge(instance, prefill_tokens):
                 continue
             works = [work for work in instance.works() if instance.holds_blocks(work) or work is prompt]
-            self._device.evict(instance, max(works, key=lambda work: (instance.due_s(work), work.id)), "kv_short")
+            found = max(works, key=lambda work: (work.is_best_effort, instance.due_s(work), work.id))
+            self._device.evict(instance, found, GIVES_WAY if found.is_best_effort else "kv_short")
             if not instance.batch:
                 self.after_leaving(instance, now)
                 break
@@ -107,6 +110,42 @@ class Pools:
             missing -= blocks * block_bytes
         return self._grow(instance, prefill_tokens)
 
+    def give_way(
+        self, target: Instance | None, work: Work, considers: Callable[[], Grant | Refusal]
+    ) -> Grant | Refusal:
+        """O8: best effort leaves until there is memory for the work, the last that came first; nobody, if all of it
+        would not be enough. `target`: the instance that is to take it; None = one that is started."""
+        grant: Grant | Refusal = Refusal.MEMORY
+        instances = [one for one in self._instances.values() if one.best_effort]
+        if not instances or self._missing_bytes(target, work) > self._admit.yielded_bytes(target):
+            return grant
+        found = [(one, each) for one in instances for each in one.works() if each.is_best_effort]
+        for instance, each in sorted(found, key=lambda pair: -pair[1].id):
+            self._device.evict(instance, each, GIVES_WAY)
+            self._give_back(instance, is_needed=target is None)
+            grant = considers()
+            if grant is not Refusal.MEMORY:
+                break
+        return grant
+
+    def _missing_bytes(self, target: Instance | None, work: Work) -> int:
+        if target is None:
+            return self._admit.missing_bytes(self._device.hostings[work.model], work)
+        return self._admit.memory_gap(target, work)
+
+    def _give_back(self, instance: Instance, *, is_needed: bool) -> None:
+        """What a request that gave way had; the weights too, if nobody else uses them and they are needed."""
+        if not instance.batch:
+            self._lives.emptied(instance, self._device.now_s)
+            if is_needed and instance.hosting.keep_alive_s != INFINITY:
+                self._lives.close(instance)
+        elif not self._admit.is_fixed(instance):
+            required = self._admit.required(instance.hosting, instance.model, instance.lengths())
+            kv_tokens = self._admit.recommended(instance.hosting, required)
+            if kv_tokens < self._residency.planned_kv_tokens(instance):
+                self._residency.resize(instance, kv_tokens)
+        self._device.update(instance)
+
     def shrink(self, instance: Instance) -> None:
         """S6, when a request has left."""
         if self._admit.is_fixed(instance):
@@ -117,13 +156,15 @@ class Pools:
 
     def look_around(self) -> None:
         """Tell when what runs here does not keep its pace any more, or will soon want more memory than there is."""
-        found = [one for one in self._instances.values() if one.running]
+        found = [one for one in self._instances.values() if one.answers]
         is_slow = sum(one.decode_s() for one in found) > min((one.tpot_s for one in found), default=INFINITY)
         if not is_slow:
             found = [one for one in found if self._is_filling_up(one)]
             if not found:
                 return
-        running = [(one.due_s(work), work, one) for one in found for work in one.running.values()]
+        running = [
+            (one.due_s(work), work, one) for one in found for work in one.running.values() if not work.is_best_effort
+        ]
         _, work, instance = max(running, key=lambda each: (each[0], each[1].id))
         self._device.outbox.append(Overcommitted(work.as_of(instance.produced(work)).record(), instance.id))
 
@@ -141,7 +182,7 @@ class Pools:
 
 def _prefill_tokens(instance: Instance, prompt: Work | None) -> int:
     """What the prompt needs, unless it was evicted."""
-    return prompt.pending_tokens + 1 if prompt is not None and prompt in instance.waiting else 0
+    return prompt.pending_tokens + 1 if prompt is not None and prompt in instance.queue_of(prompt) else 0
 
 
 def _spare_bytes(instance: Instance) -> int:

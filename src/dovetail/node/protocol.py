@@ -13,6 +13,8 @@ from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.work import Phase, RequestRecord
 
+GIVES_WAY = "gives_way"  # why best effort was evicted: somebody who is waited for needs its memory
+
 # Questions
 
 
@@ -243,6 +245,7 @@ class InstanceView(msgspec.Struct, frozen=True, gc=False, array_like=True):
     phase: Phase
     batch: int
     is_ready: bool
+    best_effort: int = 0  # of the batch
 
 
 class StartRoom(msgspec.Struct, frozen=True, gc=False):

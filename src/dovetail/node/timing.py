@@ -83,9 +83,7 @@ class Timing:
                 yield one
 
     def _others(self, target: Instance | None) -> list[Instance]:
-        return [
-            one for one in self._instances.values() if (one.running or one.waiting or one.held) and one is not target
-        ]
+        return [one for one in self._instances.values() if one.waited_for and one is not target]
 
     def _refuses(
         self,
@@ -131,7 +129,7 @@ class Timing:
         return instance.grown_s
 
     def _grown_s(self, instance: Instance) -> float:
-        count, tokens = self._lengths.most_tokens(instance.model, instance.lengths())
+        count, tokens = self._lengths.most_tokens(instance.model, instance.lengths_waited_for())
         return instance.hosting.latency.decode_s(count, tokens) * self._overestimate
 
     # What takes part
@@ -176,7 +174,7 @@ class Timing:
         decode_s = latency.decode_s(1, known) * self._overestimate if target is None else target.decode_s(known, 1)
         if not self.counts_growth:
             return decode_s, 0.0
-        lengths = [] if target is None else target.lengths()
+        lengths = [] if target is None else target.lengths_waited_for()
         lengths.append((work.input_tokens, work.produced))
         count, tokens = self._lengths.most_tokens(work.model, lengths)
         return decode_s, latency.decode_s(count, tokens) * self._overestimate

@@ -9,6 +9,7 @@ from dovetail.node.device import Device
 from dovetail.node.events import Turn
 from dovetail.node.instance import Instance
 from dovetail.node.underway import Underway
+from dovetail.policy.best_effort import is_harmless, seat_beside, spare_of
 from dovetail.policy.rounds import is_almost_done, may_stop, next_to_answer
 from dovetail.policy.rows import promised_s
 from dovetail.policy.turn import DeviceSnapshot, choose, decode_of, seat_of
@@ -16,6 +17,7 @@ from dovetail.policy.work import Work
 
 # The device waits this long for an instance whose turn it is: in-place resizes take less, a turn of another takes more.
 MOMENT_S = 0.005
+LARGEST_CREDIT_S = 5.0  # of best effort: then it has its turn whoever is late by that
 
 
 class Turns:
@@ -39,9 +41,21 @@ class Turns:
         ended = self._state.underway
         assert ended is not None, "no turn under way"
         self._state.underway = ended.end(now)
-        if ended.turn.prompts:
+        is_best_effort = ended.turn.is_best_effort
+        if ended.turn.prompts and not is_best_effort:
             self._state.parted_s = now
+        if self._has_best_effort:
+            self._owe(now - ended.started_s, is_best_effort=is_best_effort)
         return ended
+
+    @property
+    def _has_best_effort(self) -> bool:
+        return any(one.best_effort for one in self._state.active)
+
+    def _owe(self, seconds: float, *, is_best_effort: bool) -> None:
+        """Best effort has its share of the time that others take while it waits."""
+        more_s = -seconds if is_best_effort else self._rule.reserve * seconds
+        self._state.owed_s = min(max(self._state.owed_s + more_s, 0.0), LARGEST_CREDIT_S)
 
     def free_at_s(self, now: float) -> float:
         """When the device should be done with the turn under way."""
@@ -53,7 +67,7 @@ class Turns:
         """An answer is on its way here: nothing is begun before. None: nothing keeps the device from a turn."""
         if not (self._state.awaiting and self._rule.in_rounds):
             return None
-        return self._state.awaiting.until_s(self._state.active, now)
+        return self._state.awaiting.until_s([one for one in self._state.active if one.is_waited_for], now)
 
     def wakes_s(self, now: float) -> float | None:
         """When to ask again because of that, once for each time."""
@@ -62,7 +76,23 @@ class Turns:
         return until_s if until_s != before_s else None
 
     def choose(self, now: float) -> Turn | None:
-        return choose(self._snapshot(now), now)
+        snapshot = self._snapshot(now)
+        if not self._has_best_effort:
+            return choose(snapshot, now)
+        waited_for = snapshot.of_who_is_waited_for()
+        spare = None if snapshot.is_held else spare_of(snapshot.ready, self._rule)
+        if spare is not None and self._may_have(spare.seconds, waited_for, now):
+            return spare.begin()
+        seat_beside(snapshot.active, self._rule)
+        return choose(waited_for, now)
+
+    def _may_have(self, seconds: float, waited_for: DeviceSnapshot[Instance], now: float) -> bool:
+        """Whether best effort has the device for so long: nobody else wants it, or it is owed that and nobody is late
+        by it, or it was owed turns for very long."""
+        if not waited_for.with_work or self._state.owed_s >= LARGEST_CREDIT_S:
+            return True
+        may_have = self._state.owed_s >= seconds
+        return may_have and is_harmless(waited_for.with_work, seconds, now, self._rule.max_silence_s)
 
     def decode_of(self, instance: Instance, now: float) -> Turn:
         """Instead of a prompt that there is no room for."""
@@ -89,7 +119,7 @@ class Turns:
         halted = self._state.underway
         assert halted is not None, "no turn under way"
         own = halted.turn.instance
-        others = [one for one in self._state.active if one is not own and one.running]
+        others = [one for one in self._state.active if one is not own and one.answers]
         seats = [seat_of(one, self._rule) for one in others if one.turned_s <= halted.sliced_s]
         if seats and not self._state.joined:
             chosen = next_to_answer(seats, now)
@@ -114,7 +144,9 @@ class Turns:
 
     def has_only(self, instance: Instance) -> bool:
         """It alone has work that can run, none of that waits, and nothing is awaited."""
-        return self._state.active == [instance] and not (self._state.almost or instance.waiting or self._state.awaiting)
+        state = self._state
+        is_chosen_anew = instance.waiting or instance.patient or instance.suspended
+        return state.active == [instance] and not (state.almost or state.awaiting or is_chosen_anew)
 
     def _rested(self, now: float) -> list[Instance]:
         return [one for one in self._state.active if self._state.rest_until_s.get(one.id, 0.0) <= now]

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Generic, NamedTuple, TypeVar
 
 from dovetail.policy.headroom import INFINITY
-from dovetail.policy.lane import Lane
+from dovetail.policy.lane import Lane, is_spare
 from dovetail.policy.latency import Latency, prompt_s, prompts_s
 from dovetail.policy.parts import Share
 
@@ -31,6 +31,11 @@ class Iteration(NamedTuple, Generic[LaneT]):
             return ()
         running = self.instance.running
         return running if self.rows is None else [id for id in self.rows if id in running]  # others left during it
+
+    @property
+    def is_best_effort(self) -> bool:
+        """Nobody waits for it."""
+        return is_spare(self.instance, self.prompts, decodes=self.decodes)
 
     @property
     def decoded_tokens(self) -> int:

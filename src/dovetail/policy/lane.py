@@ -31,6 +31,7 @@ class Lane(Members):
         "demand",
         "demand_key",
         "grown_s",
+        "has_spared_prompt",
         "id",
         "in_turn",
         "is_split",
@@ -42,6 +43,7 @@ class Lane(Members):
         "rows",
         "rows_spoke_s",
         "running_due_s",
+        "spared_s",
         "spoke_s",
         "strictest_s",
         "tpot_s",
@@ -73,6 +75,8 @@ class Lane(Members):
         self._is_fresh = True  # what is said of the running batch was found from scratch at this clock
         self.turned_s = 0.0  # when its last turn ended
         self.parted_s = 0.0  # likewise, of those that computed a part of a prompt
+        self.spared_s = 0.0  # when its last turn of best effort ended, which is none of those
+        self.has_spared_prompt = False  # and whether that was of a prompt
         self.prompted_s = 0.0  # of its prompts, computed since its running requests had a token
         self.rows_spoke_s = 0.0  # when some rows of a batch that is split had their last tokens
         self._sorted_as: tuple[Latency, int] | None = None  # by whose estimates, as of which version, `waiting` is
@@ -87,10 +91,13 @@ class Lane(Members):
     # Joining and leaving
 
     def add(self, work: Work) -> None:
+        self.best_effort += work.is_best_effort
         if work.prepares:
             self.held[work.id] = work
         elif work.cached:
-            self._join(work)
+            self.join(work)
+        elif work.is_best_effort:
+            self.patient.append(work)
         else:
             index = self._enqueue(work)
             if self._is_fresh:
@@ -139,15 +146,15 @@ class Lane(Members):
         work.got_token(now)
         if not work.produced and pace_tokens < INFINITY:
             work.pace_from(now, pace_tokens)
-        self.waiting.remove(work)
-        self._forget_computed(work)
+        self.queue_of(work).remove(work)
+        self.forget_computed(work)
         work.produced += 1
-        self._join(work)
+        self.join(work)
 
     def hold(self, work: Work) -> None:
         """Its known tokens are computed; it rests until there are more, or until it is handed over."""
-        self.waiting.remove(work)
-        self._forget_computed(work)
+        self.queue_of(work).remove(work)
+        self.forget_computed(work)
         work.computed = work.known_tokens
         self.held_tokens += work.computed + self.hosting.block_tokens
         self.held[work.id] = work
@@ -157,13 +164,15 @@ class Lane(Members):
         """One that was held has tokens to compute: it joins the running batch, or asks for a prefill of the rest."""
         del self.held[work.id]
         if joins:
-            self._forget_computed(work)
-            self._join(work)
+            self.forget_computed(work)
+            self.join(work)
+        elif work.is_best_effort:
+            self.patient.append(work)
         else:
             self._enqueue(work)
         self.refresh()
 
-    def _forget_computed(self, work: Work) -> None:
+    def forget_computed(self, work: Work) -> None:
         if work.computed:
             self.held_tokens -= work.computed + self.hosting.block_tokens
             work.computed = 0
@@ -171,18 +180,23 @@ class Lane(Members):
     def remove(self, *works: Work) -> None:
         for work in works:
             self._take_out(work)
+            self.best_effort -= work.is_best_effort
         self.refresh()
 
     def _take_out(self, work: Work) -> None:
-        if self.running.pop(work.id, None) is not None:
-            steps = self.clock - work.joined_clock
-            self.tokens -= work.known_tokens + steps
-            work.produced += max(steps, 0)
-        elif self.held.pop(work.id, None) is None:
-            self.waiting.remove(work)
-        self._forget_computed(work)
+        if work.id in self.running:
+            self.stop(work)
+        elif self.held.pop(work.id, None) is None and self.suspended.pop(work.id, None) is None:
+            self.queue_of(work).remove(work)
+        self.forget_computed(work)
 
-    def _join(self, work: Work) -> None:
+    def stop(self, work: Work) -> None:
+        del self.running[work.id]
+        steps = self.clock - work.joined_clock
+        self.tokens -= work.known_tokens + steps
+        work.produced += max(steps, 0)
+
+    def join(self, work: Work) -> None:
         missed = int(self.decodes)  # one that comes in the middle of an iteration gets no token from it
         work.joined_clock = self.clock + missed
         self.running[work.id] = work
@@ -196,7 +210,12 @@ class Lane(Members):
         due = pace = spoke = INFINITY
         slowest = 0.0
         clock = self.clock
+        self.riding = self.riding_tokens = 0
         for work in self.running.values():
+            if work.is_best_effort:
+                self.riding += 1
+                self.riding_tokens += work.input_tokens + work.produced + clock - work.joined_clock
+                continue
             tpot_s, last_s = work.tpot_s, work.last_token_s
             due_s = work.first_due_s + tpot_s * (work.produced + clock - work.joined_clock)
             if due_s < due:
@@ -210,7 +229,7 @@ class Lane(Members):
         self.running_due_s = due
         self.tpot_s = pace
         self.spoke_s = spoke
-        self.mixed_pace = bool(self.running) and pace != slowest
+        self.mixed_pace = self.answers and pace != slowest
         self._resting_tokens, self.strictest_s = 0, pace
         if self.waiting or self.held:
             self._resting_tokens, self.strictest_s = _resting(chain(self.waiting, self.held.values()), pace)
@@ -267,6 +286,7 @@ class Lane(Members):
         spoke_s = self._note_tokens(now, skipped)
         self.clock += 1
         self.tokens += len(self.running)
+        self.riding_tokens += self.riding
         self.demand = self._lengths = None
         if not self.clock % LOOK_AHEAD_TURNS:
             self.grown_s = None
@@ -274,7 +294,7 @@ class Lane(Members):
             self.refresh()
             return
         self.running_due_s += self.tpot_s
-        self.spoke_s = spoke_s
+        self.spoke_s = spoke_s if self.answers else INFINITY
         self._is_fresh = False
         self._set_deadline()
 
@@ -291,9 +311,34 @@ class Lane(Members):
                 if last_s is not None and now - last_s > work.silence_s:
                     work.silence_s = now - last_s
                 work.last_token_s = now
-            elif work.last_token_s is not None and work.last_token_s < spoke_s:
+            elif work.last_token_s is not None and work.last_token_s < spoke_s and not work.is_best_effort:
                 spoke_s = work.last_token_s
         return spoke_s
+
+
+def suspend(lane: Lane, works: Iterable[Work]) -> None:
+    """Running ones rest, with their KV, until they are resumed."""
+    for work in works:
+        lane.stop(work)
+        work.computed = work.known_tokens
+        lane.held_tokens += work.computed + lane.hosting.block_tokens
+        lane.suspended[work.id] = work
+    lane.refresh()
+
+
+def resume(lane: Lane, works: Iterable[Work]) -> None:
+    for work in works:
+        del lane.suspended[work.id]
+        lane.forget_computed(work)
+        lane.join(work)
+    lane.refresh()
+
+
+def is_spare(lane: Lane, prompts: Collection[Share], *, decodes: bool) -> bool:
+    """Nobody waits for a turn of these."""
+    if prompts:
+        return all(share.work.is_best_effort for share in prompts) and not (decodes and lane.answers)
+    return lane.riding > 0 and not lane.answers
 
 
 def _skip(batch: Lane, rows: Collection[int], now: float) -> set[int]:
@@ -310,9 +355,11 @@ def _skip(batch: Lane, rows: Collection[int], now: float) -> set[int]:
 
 
 def _resting(works: Iterable[Work], pace_s: float) -> tuple[int, float]:
-    """Known tokens of those who wait or are held, and the strictest pace of all."""
+    """Known tokens of those who wait or are held and are waited for, and the strictest pace of all."""
     tokens = 0
     for work in works:
+        if work.is_best_effort:
+            continue
         tokens += work.input_tokens + work.produced
         if work.tpot_s < pace_s:
             pace_s = work.tpot_s

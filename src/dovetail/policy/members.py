@@ -20,15 +20,20 @@ class Members:
     __slots__ = (
         "_lengths",
         "_resting_tokens",
+        "best_effort",
         "clock",
         "held",
         "held_tokens",
         "hosting",
         "kv_tokens",
         "overestimate",
+        "patient",
         "phase",
+        "riding",
+        "riding_tokens",
         "rule",
         "running",
+        "suspended",
         "tokens",
         "waiting",
     )
@@ -38,25 +43,49 @@ class Members:
         self.overestimate = overestimate
         self.phase = phase
         self.rule = rule
-        self.waiting: list[Work] = []  # needs a prefill; most urgent first
+        self.waiting: list[Work] = []  # needs a prefill, and somebody waits for it; most urgent first
+        self.patient: list[Work] = []  # likewise, of best effort; first come, first served
         self.running: dict[int, Work] = {}
         # Without a turn: copies that are computed here and run elsewhere (L4); who waits for a grammar or an adapter.
         self.held: dict[int, Work] = {}
-        self.held_tokens = 0  # KV of those and of waiting ones that are partly computed, with a block to spare each
+        self.suspended: dict[int, Work] = {}  # best effort that has KV here and no part in the next decode
+        self.held_tokens = 0  # KV of those two and of prompts that are partly computed, with a block to spare each
+        self.best_effort = 0  # of all these requests
+        self.riding = 0  # of the running ones
         self.kv_tokens = 0  # room in its KV pool
         self.clock = 0  # decode iterations done
         self.tokens = 0  # known tokens of the running batch
-        self._resting_tokens = 0  # of who waits or is held
+        self._resting_tokens = 0  # of who waits or is held and is waited for
+        self.riding_tokens = 0  # of best effort in the running batch
         self._lengths: list[tuple[int, int]] | None = None  # as of then
 
     @property
     def batch(self) -> int:
-        return len(self.waiting) + len(self.running) + len(self.held)
+        return len(self.waiting) + len(self.running) + len(self.held) + len(self.patient) + len(self.suspended)
+
+    @property
+    def waited_for(self) -> int:
+        """Requests that are not best effort."""
+        return self.batch - self.best_effort
 
     @property
     def has_turns(self) -> bool:
         """Somebody wants an iteration; requests that are held want none."""
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.patient or self.suspended)
+
+    @property
+    def answers(self) -> bool:
+        """Somebody runs who is waited for."""
+        return len(self.running) > self.riding
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Somebody wants an iteration who is."""
+        return bool(self.waiting) or self.answers
+
+    def queue_of(self, work: Work) -> list[Work]:
+        """Where it waits for its prefill."""
+        return self.patient if work.is_best_effort else self.waiting
 
     @property
     def frees_bytes(self) -> float:
@@ -65,7 +94,11 @@ class Members:
         return self.tokens * self.hosting.kv_bytes_per_token + self.hosting.weight_bytes / max(self.batch, 1)
 
     def works(self) -> list[Work]:
-        return [*self.waiting, *self.running.values(), *self.held.values()]
+        return [*self.waiting, *self.running.values(), *self._at_rest()]
+
+    def _at_rest(self) -> list[Work]:
+        """Without a place in the running batch, and not among those who wait for one."""
+        return [*self.held.values(), *self.patient, *self.suspended.values()]
 
     def produced(self, work: Work) -> int:
         return work.produced + (self.clock - work.joined_clock if work.id in self.running else 0)
@@ -78,9 +111,15 @@ class Members:
         if self._lengths is None:
             clock = self.clock
             pairs = [(w.input_tokens, w.produced + clock - w.joined_clock) for w in self.running.values()]
-            pairs += [(w.input_tokens, w.produced) for w in [*self.waiting, *self.held.values()]]
+            pairs += [(w.input_tokens, w.produced) for w in [*self.waiting, *self._at_rest()]]
             self._lengths = pairs
         return self._lengths.copy()
+
+    def lengths_waited_for(self) -> list[tuple[int, int]]:
+        """Without best effort."""
+        if not self.best_effort:
+            return self.lengths()
+        return [(work.input_tokens, self.produced(work)) for work in self.works() if not work.is_best_effort]
 
     def tokens_of(self, ids: Iterable[int]) -> int:
         """Known tokens of these running requests."""
@@ -101,8 +140,17 @@ class Members:
         for work in self.running.values():
             total += -((work.input_tokens + work.produced + clock - work.joined_clock) // -size)
         if self.held_tokens:
-            total += sum(-(work.computed // -size) for work in [*self.held.values(), *self.waiting])
+            total += sum(-(work.computed // -size) for work in [*self._at_rest(), *self.waiting])
         return total
+
+    @property
+    def best_effort_tokens(self) -> int:
+        """Known tokens of best effort whose prompt is computed."""
+        return self.riding_tokens + sum([work.computed for work in self.suspended.values()])
+
+    def spare_blocks(self) -> int:
+        """How many more may run, so that the next iteration fits the KV pool."""
+        return max(self.kv_tokens // self.hosting.block_tokens - self.used_blocks() - len(self.running), 0)
 
     @property
     def loose_tokens(self) -> int:
@@ -125,11 +173,11 @@ class Members:
     # Estimates
 
     def decode_s(self, extra_tokens: int = 0, extra_requests: int = 0) -> float:
-        """One iteration of everything it holds, overestimated; waiting work counts as if it ran."""
-        count = self.batch + extra_requests
+        """One iteration of everybody who is waited for, overestimated; waiting work counts as if it ran."""
+        count = self.waited_for + extra_requests
         if count == 0 or self.phase is Phase.PREFILL:
             return 0.0
-        total = self.tokens + extra_tokens + self._resting_tokens
+        total = self.tokens - self.riding_tokens + extra_tokens + self._resting_tokens
         return self.hosting.latency.decode_s(count, total) * self.overestimate
 
     def batch_s(self) -> float:

@@ -34,6 +34,9 @@ class TurnParameters:
     # for so many of their token times. inf: it does not stop.
     max_stall: float = float("inf")
     mix_decodes: bool = False  # with part_s: running requests of the model have a token in the same iteration
+    best_effort_s: float = 0.05  # about so long is a turn of best effort, for which whoever comes waits
+    ride: float = 0.15  # an iteration may take so much longer by best effort that rides along
+    reserve: float = 0.05  # of the time is best effort's in any case; 0 = it is strictly last
     max_silence_s: float = float("inf")  # within an answer: longer ones are no more admitted than late tokens
 
 

@@ -17,17 +17,19 @@ class Waiting(Protocol):
     input_tokens: int
     produced: int
     mean_tokens: float
+    is_best_effort: bool
 
     @property
     def due_s(self) -> float: ...
 
 
-Key = tuple[bool, float, float, int]
+Key = tuple[bool, bool, float, float, int]
 
 
 def urgency(work: Waiting) -> Key:
-    """The smallest asks first: one in the middle of a text, then the one whose token is due first."""
-    return not work.produced, 0.0, work.due_s, work.id
+    """The smallest asks first: whoever is waited for, one in the middle of a text, then the one whose token is due
+    first."""
+    return work.is_best_effort, not work.produced, 0.0, work.due_s, work.id
 
 
 class Queue(Protocol):

@@ -59,6 +59,13 @@ class DeviceSnapshot(Generic[LaneT]):
         """Those that take turns now or in a moment."""
         return [*self.active, *self.resizing]
 
+    def of_who_is_waited_for(self) -> DeviceSnapshot[LaneT]:
+        """Without lanes that have work of best effort only."""
+        lanes = (self.active, self.ready, self.almost, self.resizing, self.joined)
+        active, ready, almost, resizing, joined = ([one for one in found if one.is_waited_for] for found in lanes)
+        is_awaiting, is_held = self.is_awaiting, self.is_held
+        return DeviceSnapshot(self.rule, active, ready, almost, resizing, joined, self.parted_s, is_awaiting, is_held)
+
 
 class Seat(NamedTuple, Generic[LaneT]):
     """A lane as `policy.rounds` sees it."""
@@ -100,12 +107,15 @@ def advance(
     `Work.pace_from`; infinite = no safety is kept."""
     lane, result = turn.instance, Advanced([], [])
     lane.end_turn()
-    lane.turn_ended(seconds, now, turn.rows, prompts=bool(turn.prompts), decodes=turn.decodes)
+    if turn.is_best_effort:
+        lane.spared_s, lane.has_spared_prompt = now, bool(turn.prompts)
+    else:
+        lane.turn_ended(seconds, now, turn.rows, prompts=bool(turn.prompts), decodes=turn.decodes)
     if turn.decodes:
         lane.decoded(now, turn.rows)
     for share in turn.prompts:
         work = share.work
-        if work not in lane.waiting:
+        if work not in lane.queue_of(work):
             continue  # it left during the turn
         tokens = share.start + share.tokens if computed is None else computed[work.id]
         if tokens < work.known_tokens:

@@ -21,6 +21,9 @@ class TurnRule:
     smooths_answers: bool = False  # models that answer take turns, see `policy.rounds`
     splits_decodes: bool = False  # and long iterations are of some rows: played whole, which nobody's turn is later for
     max_stall: float = INFINITY  # turns stop for others' answers: played without, and left out where that would be late
+    best_effort_s: float = 0.05  # about so long is a turn of best effort, for which whoever comes waits
+    ride: float = 0.15  # an iteration may take so much longer by best effort that rides along
+    reserve: float = 0.05  # of the time is best effort's in any case; 0 = it is strictly last
 
     @property
     def in_rounds(self) -> bool:

@@ -60,6 +60,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, array_like=True):
     moves: int
     mean_tokens: float  # what answers of its model are long, as far as the controller knows; 0 = not at all
     adapter: str = ""  # name of the adapter on top of the model; empty = none
+    is_best_effort: bool = False  # nobody waits for it: it takes what the others leave
 
 
 class Work:
@@ -76,6 +77,7 @@ class Work:
         "hold",
         "id",
         "input_tokens",
+        "is_best_effort",
         "is_strict",
         "joined_clock",
         "last_token_s",
@@ -127,6 +129,7 @@ class Work:
         self.computed = 0  # tokens whose KV blocks are here while it does not run: it is held, or its prompt is begun
         self.reused = 0  # tokens that the instance's prefix cache has, as of the proposal; not held yet
         self.adapter = ""  # on top of the model; empty = none
+        self.is_best_effort = False  # nobody waits for it: it takes what the others leave
         self.mean_tokens = 0.0  # what answers of its model are long, as far as the controller knows; 0 = not at all
 
     @classmethod
@@ -139,6 +142,7 @@ class Work:
         work.arrival_s = record.arrival_s
         work.slo_scale = record.slo_scale
         work.adapter = record.adapter
+        work.is_best_effort = record.is_best_effort
         work.joined_clock = work.hold = work.computed = work.reused = 0
         work.prepares = False
         work.take(record)
@@ -184,6 +188,7 @@ class Work:
             self.moves,
             self.mean_tokens,
             self.adapter,
+            self.is_best_effort,
         )
 
     @property

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.policy.compositions import KINDS, Composition, parsed
+from dovetail.policy.compositions import KINDS, SERVED, Composition, parsed
 from dovetail.policy.consolidate import Consolidating
 from dovetail.policy.displace import Migrating
 from dovetail.policy.headroom import INFINITY
@@ -90,10 +90,13 @@ DOVETAIL = SLINFER.named("dovetail")
 for _changes in IMPROVEMENTS.values():
     DOVETAIL = DOVETAIL.having(**_changes)
 
+# What a server runs for requests that bring targets: a late one is given up, as SLINFER gives up all of its own.
+SERVED_ON_TIME = SERVED.named("served").having(lateness=FinishingBegun())
+
 POLICIES = {
     one.name: one
     for one in (
-        *(SLINFER, SLLM, SLLM_C, SLLM_CS, DOVETAIL),
+        *(SLINFER, SLLM, SLLM_C, SLLM_CS, DOVETAIL, SERVED_ON_TIME),
         *(SERVERLESSLLM, SHEPHERD, LOCALITY, RANDOM),
     )
 }

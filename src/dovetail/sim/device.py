@@ -64,6 +64,9 @@ class Device:
         while ends and ends[0][0] <= clock:
             work_id = heappop(ends)[1]
             work = instance.running.get(work_id)
+            if (resting := instance.suspended.get(work_id)) is not None:
+                heappush(ends, (clock + self.outputs[work_id] - resting.produced, work_id))
+                continue
             if work is None or work_id in done:  # one that went and came back within an iteration is noted twice
                 continue
             left = self.outputs[work_id] - instance.produced(work)
@@ -76,7 +79,7 @@ class Device:
     def _ends_with_prompt(self, turn: Turn, share: Share) -> bool:
         """Whether the prompt's token is its last; else it is known when that comes."""
         instance, work = turn.instance, share.work
-        if work not in instance.waiting or work.hold or not share.is_last:
+        if work not in instance.queue_of(work) or work.hold or not share.is_last:
             return False
         left = self.outputs[work.id] - work.produced - 1
         clock = instance.clock + int(turn.decodes)  # when it joins the running batch

@@ -356,4 +356,5 @@ def _records(arrivals: Sequence[Arrival]) -> list[Record]:
     for one in arrivals:
         for _ in one.produced:
             records.append(Record(len(records), one.model, one.arrival_s, one.input_tokens, one.output_tokens))
+            records[-1].is_best_effort = one.is_best_effort
     return records

@@ -36,7 +36,7 @@ class MemoryOrder:
         """One in the middle of a text first, by deadline; then the one that takes least."""
         if work.produced or not self._likeness.is_seen:
             return urgency(work)
-        return True, self._tokens(work), work.due_s, work.id
+        return work.is_best_effort, True, self._tokens(work), work.due_s, work.id
 
     def _tokens(self, work: Waiting) -> float:
         """What it would take, in tokens of its model."""

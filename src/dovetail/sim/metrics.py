@@ -38,6 +38,7 @@ class Record:
     on_gpu: bool = False
     started_s: float | None = None  # when its model was there and had a place for it
     paused_s: float = 0.0  # that its answer was interrupted by preemptions and moves, recomputation included
+    is_best_effort: bool = False
 
     @property
     def ttft_s(self) -> float:
@@ -105,28 +106,43 @@ class Result:
     decode_tokens: int = 0
     events: int = 0
     wall_s: float = 0.0
+    runs: int = 1  # that are counted as one
     rule: SloRule = field(default_factory=SloRule)
     numbers: list[int] = field(default_factory=list)  # of a real run: by record, the number that the node gave it
 
+    @property
+    def waited_for(self) -> list[Record]:
+        """All but best effort, which has no targets."""
+        return [record for record in self.records if not record.is_best_effort]
+
+    @property
+    def best_effort(self) -> list[Record]:
+        return [record for record in self.records if record.is_best_effort]
+
+    def best_effort_tokens(self) -> int:
+        """Of answers that ended before the last arrivals."""
+        ended = [one for one in self.best_effort if one.fate is Fate.FINISHED and one.end_s <= self.horizon_s]
+        return sum(record.output_tokens for record in ended)
+
     def met(self) -> int:
-        return sum(record.meets(self.rule) for record in self.records)
+        return sum(record.meets(self.rule) for record in self.waited_for)
 
     def met_strictly(self) -> int:
-        return sum(record.meets_strictly(self.rule) for record in self.records)
+        return sum(record.meets_strictly(self.rule) for record in self.waited_for)
 
     def met_without_grace(self) -> int:
-        return sum(record.meets_without_grace(self.rule) for record in self.records)
+        return sum(record.meets_without_grace(self.rule) for record in self.waited_for)
 
     def broken_promises(self) -> int:
-        return sum(record.is_broken_promise(self.rule) for record in self.records)
+        return sum(record.is_broken_promise(self.rule) for record in self.waited_for)
 
     def broken_answers(self) -> int:
         """Answers that began and broke off."""
-        return sum(record.fate is not Fate.FINISHED and record.first_token_s is not None for record in self.records)
+        return sum(record.fate is not Fate.FINISHED and record.first_token_s is not None for record in self.waited_for)
 
     def silences(self) -> list[float]:
         """The longest silence within each answer that has at least two tokens, rising."""
-        begun = (record for record in self.records if record.first_token_s is not None and record.output_tokens > 1)
+        begun = (record for record in self.waited_for if record.first_token_s is not None and record.output_tokens > 1)
         return sorted(record.silence_s for record in begun)
 
     def resize_share(self) -> float:
@@ -134,16 +150,16 @@ class Result:
         return self.resize_s / self.gpu_instance_s if self.gpu_instance_s else 0.0
 
     def count(self, fate: Fate) -> int:
-        return sum(record.fate is fate for record in self.records)
+        return sum(record.fate is fate for record in self.waited_for)
 
     def summary(self) -> dict[str, float | int | str]:
-        ttfts = sorted(record.ttft_s for record in self.records if record.first_token_s is not None)
-        tpots = sorted(record.tpot_s for record in self.records if record.fate is Fate.FINISHED)
+        ttfts = sorted(record.ttft_s for record in self.waited_for if record.first_token_s is not None)
+        tpots = sorted(record.tpot_s for record in self.waited_for if record.fate is Fate.FINISHED)
         silences = self.silences()
         in_run = [sample for sample in self.samples if sample.time_s < self.horizon_s] or self.samples
         return {
             "policy": self.policy,
-            "requests": len(self.records),
+            "requests": len(self.waited_for),
             "slo_met": self.met(),
             "slo_met_strict": self.met_strictly(),
             "slo_met_without_grace": self.met_without_grace(),
@@ -162,7 +178,10 @@ class Result:
             "tpot_p50_s": round(percentile(tpots, 0.50), 4),
             "cold_starts": self.cold_starts,
             "batch_mean": round(self.decode_tokens / max(self.decode_turns, 1), 3),
-            "moves": sum(record.moves for record in self.records),
+            "best_effort": len(self.best_effort),
+            "best_effort_unended": sum(record.fate is not Fate.FINISHED for record in self.best_effort),
+            "best_effort_tokens_per_s": round(self.best_effort_tokens() / (self.horizon_s * self.runs), 1),
+            "moves": sum(record.moves for record in self.waited_for),
             "events": self.events,
             "wall_s": round(self.wall_s, 2),
         }
@@ -170,7 +189,7 @@ class Result:
     def by_popularity(self, groups: int = 4) -> list[float]:
         """SLO attainment by popularity of the model: the hottest quarter of the models first."""
         by_model: dict[int, list[Record]] = {}
-        for record in self.records:
+        for record in self.waited_for:
             by_model.setdefault(record.model, []).append(record)
         ranked = sorted(by_model.values(), key=lambda records: -len(records))
         size = -(-len(ranked) // groups)
@@ -181,7 +200,17 @@ class Result:
         return shares
 
 
-SUMS = ("cold_starts", "resizes", "resize_s", "gpu_instance_s", "decode_turns", "decode_tokens", "events", "wall_s")
+SUMS = (
+    "cold_starts",
+    "resizes",
+    "resize_s",
+    "gpu_instance_s",
+    "decode_turns",
+    "decode_tokens",
+    "events",
+    "wall_s",
+    "runs",
+)
 
 
 def together(results: Sequence[Result]) -> Result:

@@ -83,7 +83,7 @@ class Recomputer:
             return
         work = seeker.works.get(record.id)
         if work is not None and work.search is None:  # else it was cancelled meanwhile, or lost
-            seeker.left(node, answer.instance)
+            seeker.left(node, answer.instance, is_best_effort=work.is_best_effort)
             work.take(answer.request)
             seeker.outbox.append(Moving(work, seeker.now_s, "overcommitted"))
             seeker.seek(work, avoided=node.name)

@@ -48,6 +48,9 @@ WORDS = {
     "tpot_p50_s": "time per further token, median (s)",
     "cold_starts": "cold starts",
     "batch_mean": "sequences in a decode, mean",
+    "best_effort": "best-effort requests",
+    "best_effort_unended": "of these, without all their tokens",
+    "best_effort_tokens_per_s": "tokens of best effort per second",
     "moves": "moves to another node",
     "events": "events simulated",
     "wall_s": "seconds the simulation took",
@@ -91,7 +94,7 @@ def _table(names: Sequence[str], results: Sequence[Result]) -> str:
     for key in keys:
         cells = "".join(f"<td>{escape(str(result.summary()[key]))}</td>" for result in results)
         rows += f"<tr><td>{escape(WORDS.get(key, key))}</td>{cells}</tr>"
-    shares = "".join(f"<td>{result.met() / len(result.records):.1%}</td>" for result in results)
+    shares = "".join(f"<td>{result.met() / len(result.waited_for):.1%}</td>" for result in results)
     rows += f"<tr><td>SLO attainment</td>{shares}</tr>"
     for quarter in range(4):
         cells = ""
@@ -114,8 +117,8 @@ def _colour(index: int) -> str:
 
 
 def _cdf(result: Result) -> Points:
-    ranked = sorted(record.ttft_s for record in result.records if record.first_token_s is not None)
-    total = len(result.records)
+    ranked = sorted(record.ttft_s for record in result.waited_for if record.first_token_s is not None)
+    total = len(result.waited_for)
     points = [(percentile(ranked, step / 200), step / 2 * len(ranked) / total) for step in range(200)]
     return [point for point in points if point[0] <= 10.0]
 

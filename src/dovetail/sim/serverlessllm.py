@@ -189,8 +189,8 @@ def run_cell(cell: Cell, seeds: Sequence[int] = (0,), span_s: float = SPAN_S) ->
     for seed in seeds:
         simulation = build_cell(cell, seed, span_s)
         result = simulation.run()
-        startups += [record.startup_s(TIMEOUT_S) for record in result.records]
-        requests += len(result.records)
+        startups += [record.startup_s(TIMEOUT_S) for record in result.waited_for]
+        requests += len(result.waited_for)
         finished += result.count(Fate.FINISHED)
         controller = simulation.cluster.controller
         moved += controller.migrations.completed if cell.system == "serverlessllm" else controller.displacements.evicted

@@ -27,7 +27,7 @@ from dovetail.sim.metrics import Result
 from dovetail.sim.static_shares import node_type
 from dovetail.sim.tiers import Machine
 from dovetail.sim.trace import Arrival, first_line_of, keep_models, read_trace
-from dovetail.sim.workload import read_clients, read_lengths, rearrange, with_clients, with_lengths
+from dovetail.sim.workload import read_clients, read_lengths, rearrange, with_best_effort, with_clients, with_lengths
 
 GPU_MEMORY_GIB = 78.0
 CPU_MEMORY_GIB = 256.0
@@ -55,6 +55,7 @@ class Setup:
     lengths: Path | None = None  # a table to draw lengths from, instead of the trace's
     clients: Path | None = None  # a table of clients, one for each model, whose lengths are drawn
     faults: int = 0  # this many, drawn from the seed
+    best_effort_per_s: float = 0.0  # requests of best effort beside the trace's, drawn from the seed
     layout: Layout | None = None  # instead of shape, models and the four about nodes
     config: Path | None = None  # where the layout was read, for messages
 
@@ -88,6 +89,8 @@ def build(setup: Setup, log: EventLog | None = None) -> Simulation:
         groups = _groups_of_options(setup, profile, arrivals)
     if not arrivals:
         raise ConfigError(f"{setup.trace}: no request is left after --models, --limit and --config")
+    if setup.best_effort_per_s:
+        arrivals = with_best_effort(arrivals, setup.best_effort_per_s, setup.seed)
     return assemble(setup, arrivals, groups, log)
 
 

@@ -21,7 +21,7 @@ from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.relief import LiveRelief
 from dovetail.policy.startup import SoonestStart
 from dovetail.sim.baselines import Disaggregated, Evicting, Packing, StaticShares, Staying
-from dovetail.sim.compositions import ABLATIONS, POLICIES
+from dovetail.sim.compositions import ABLATIONS, POLICIES, SERVED_ON_TIME
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise, PredictedDurations
@@ -112,7 +112,8 @@ def build_storm(seed: int, log: EventLog | None = None) -> Simulation:
 
 
 def _draw_composition(rng: Random) -> Composition:
-    composition = POLICIES[rng.choice(list(POLICIES))]
+    # What a server runs has storms of its own (`server_storm`).
+    composition = POLICIES[rng.choice([name for name in POLICIES if name != SERVED_ON_TIME.name])]
     if composition.name in ("slinfer", "sllm+c+s") and rng.random() < 0.25:
         composition = composition.having(**ABLATIONS["pd"])
     elif rng.random() < 0.3:

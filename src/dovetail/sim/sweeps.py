@@ -14,10 +14,9 @@ from rich import box
 from rich.table import Table
 
 from dovetail.errors import ConfigError
-from dovetail.policy.compositions import SERVED, Composition
+from dovetail.policy.compositions import Composition
 from dovetail.policy.parameters import Shadow
-from dovetail.sim.baselines import FinishingBegun
-from dovetail.sim.compositions import DOVETAIL, IMPROVEMENTS, SLINFER, SLLM_CS, policy
+from dovetail.sim.compositions import DOVETAIL, IMPROVEMENTS, SERVED_ON_TIME, SLINFER, SLLM_CS, policy
 from dovetail.sim.layout import Layout, ModelSection, NodeSection
 from dovetail.sim.metrics import Result
 from dovetail.sim.setup import Setup
@@ -59,7 +58,7 @@ class Cell:
 
 FIGURES = (
     *("met", "rate", "no grace", "strict", "late", "broken", "silence p50", "p99"),
-    *("GPUs", "CPUs", "TTFT p50", "TTFT p95", "cold", "batch", "resizing"),
+    *("GPUs", "CPUs", "TTFT p50", "TTFT p95", "cold", "batch", "resizing", "spare tokens/s"),
 )
 Runs = Iterator[tuple[Cell, Setup]]
 
@@ -79,7 +78,7 @@ class Sweep:
 
 def _figures(result: Result) -> list[str]:
     summary = result.summary()
-    total = len(result.records)
+    total = len(result.waited_for)
     return [
         str(summary["slo_met"]),
         f"{100 * result.met() / total:.1f}%",
@@ -96,6 +95,7 @@ def _figures(result: Result) -> list[str]:
         str(summary["cold_starts"]),
         f"{summary['batch_mean']:.2f}",
         f"{100 * result.resize_share():.1f}%",
+        str(summary["best_effort_tokens_per_s"]),
     ]
 
 
@@ -242,14 +242,13 @@ def _workloads(base: Setup) -> Runs:
                 yield cell, replace(setup, models=None) if layout else setup
 
 
-# SLINFER as published (S4 as a closed form), with admission that plays the node's turns, and what a server runs for
-# requests that bring targets: a late one is given up, as SLINFER gives up all of its own. The last is what a server
-# runs without its bound on inter-token gaps: requests are computed by due time.
+# SLINFER as published (S4 as a closed form), with admission that plays the node's turns, and what a server runs. The
+# last is that without its bound on inter-token gaps: requests are computed by due time.
 COMPOSITIONS = {
     "published": SLINFER.having(shadow=Shadow.CLOSED, paced_from_first_token=False),
     "played": SLINFER,
-    "served": SERVED.having(lateness=FinishingBegun()),
-    "by due time": SERVED.having(lateness=FinishingBegun(), smooth_answers=False),
+    "served": SERVED_ON_TIME,
+    "by due time": SERVED_ON_TIME.having(smooth_answers=False),
 }
 
 
@@ -272,6 +271,20 @@ def _silence(base: Setup) -> Runs:
             yield Cell((size, f"{seconds:g} s")), replace(base, shape=SHAPES[size], composition=composition)
 
 
+# Requests of best effort a second beside a trace's, from none to more than the devices have time for.
+BEST_EFFORT_PER_S = (0.0, 1.0, 2.0, 4.0, 8.0)
+
+
+def _best_effort(base: Setup) -> Runs:
+    """What a server runs, on two traces at three loads each."""
+    for dataset in ("conversation", "humaneval"):
+        trace = base.trace.parent / f"azure_128_{dataset}.csv.gz"
+        for models in (16, 32, 48):
+            for per_s in BEST_EFFORT_PER_S:
+                setup = replace(base, trace=trace, composition=SERVED_ON_TIME, models=models, best_effort_per_s=per_s)
+                yield Cell((dataset, models, per_s)), setup
+
+
 SWEEPS = {
     "policies": Sweep("Policies", ("policy",), _policies),
     "reproduction": Sweep("SLINFER's Fig 22 and Table III", ("size", "models", "policy"), _reproduction),
@@ -287,5 +300,6 @@ SWEEPS = {
     "workloads": Sweep("Generated workloads", ("workload", "size", "policy"), _workloads),
     "compositions": Sweep("Published, played and served", ("workload", "size", "policy"), _compositions),
     "silence": Sweep("Attainment against the longest silence", ("size", "longest silence"), _silence),
+    "best-effort": Sweep("Beside best effort", ("trace", "models", "requests/s of it"), _best_effort),
     "pd": Sweep("Prefill–decode disaggregation (Table III)", ("policy", "models"), _disaggregation),
 }

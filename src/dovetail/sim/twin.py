@@ -81,5 +81,5 @@ def side_by_side(real: Result, simulated: Sequence[Result]) -> list[dict[str, fl
 
 def _row(result: Result) -> dict[str, float]:
     summary: dict[str, Any] = result.summary()
-    row = {"requests": summary["requests"], "attainment": round(result.met() / len(result.records), 4)}
+    row = {"requests": summary["requests"], "attainment": round(result.met() / len(result.waited_for), 4)}
     return row | {name: summary[name] for name in ("ttft_p50_s", "ttft_p95_s", "tpot_p50_s", "cold_starts")}

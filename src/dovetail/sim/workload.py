@@ -81,6 +81,15 @@ def with_lengths(arrivals: Sequence[Arrival], lengths: Sequence[tuple[int, int]]
     return [a._replace(input_tokens=i, output_tokens=o) for a, (i, o) in zip(arrivals, drawn, strict=True)]
 
 
+def with_best_effort(arrivals: Sequence[Arrival], per_s: float, seed: int) -> list[Arrival]:
+    """The same, with so many requests of best effort a second, of any model and any length among the arrivals."""
+    rng = Random(seed)
+    added, now = list(arrivals), arrivals[0].arrival_s
+    while (now := now + rng.expovariate(per_s)) < arrivals[-1].arrival_s:
+        added.append(rng.choice(arrivals)._replace(arrival_s=now, is_best_effort=True))
+    return sorted(added, key=lambda arrival: arrival.arrival_s)
+
+
 @dataclass(frozen=True)
 class Spread:
     """A log-normal length, by its median and its 99th percentile."""

@@ -415,7 +415,9 @@ def stats_of(driver: NodeDriver, node: str, rss_bytes: int, offset_s: float) -> 
     instances: dict[str, messages.InstanceStats] = {}
     for id, runner in driver.runners.items():
         instance, name = driver.home.node.instances[id], runner.card.name
-        instances[name] = runner.stats(len(instance.running), len(instance.waiting))
+        instances[name] = runner.stats(
+            len(instance.running), len(instance.waiting) + len(instance.patient) + len(instance.suspended)
+        )
     gaps = sorted(driver.home.gaps.seconds)
     ledger = driver.home.node.device.ledger
     return messages.Stats(
