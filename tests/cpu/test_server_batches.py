@@ -179,7 +179,7 @@ def test_cancelling_keeps_what_is_answered(client: openai.OpenAI) -> None:
 
 
 def test_a_batch_that_is_not_done_in_time_expires(client: openai.OpenAI) -> None:
-    created = submit(client, [completion(number, max_tokens=100) for number in range(3000)], completion_window="2s")
+    created = submit(client, [completion(number, max_tokens=100) for number in range(3000)], completion_window="5s")
     batch = ended(client, created.id)
     assert batch.status == "expired"
     assert batch.request_counts.completed + batch.request_counts.failed == 3000

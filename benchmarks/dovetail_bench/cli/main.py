@@ -18,6 +18,7 @@ from dovetail_bench.cli.adapters import adapters
 from dovetail_bench.cli.bucket import bucket
 from dovetail_bench.cli.engines import engines
 from dovetail_bench.cli.first import first
+from dovetail_bench.cli.gaps import batch
 from dovetail_bench.cli.many import many
 from dovetail_bench.cli.progress import progress
 from dovetail_bench.cli.register import record, report
@@ -41,6 +42,7 @@ app.command("many")(many)
 app.command("engines")(engines)
 app.command("abuse")(abuse)
 app.command("speculation")(speculation)
+app.command("batch")(batch)
 app.command("sampling")(sampling)
 app.command("streaming")(streaming)
 app.command("switches")(switches)

@@ -1,0 +1,69 @@
+"""`bench batch`: clients alone, and beside a batch that never ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dovetail.cli.output import print_json
+from dovetail.machine import usable_cores
+from dovetail_bench.cli.many import _default_folder, _range
+from dovetail_bench.cli.progress import progress, span
+
+
+def batch(
+    seconds: Annotated[float, typer.Option(help="Of each run of clients.", min=10.0)] = 60.0,
+    rounds: Annotated[int, typer.Option(help="Of the batch alone, clients alone, and both.", min=1)] = 3,
+    rate: Annotated[float, typer.Option(help="Requests of clients a second.", min=0.01)] = 0.5,
+    models: Annotated[int, typer.Option(help="Copies of SmolLM2-135M that differ.", min=1)] = 2,
+    input_tokens: Annotated[str, typer.Option("--input", help="Prompt tokens, from-to.")] = "64-256",
+    output_tokens: Annotated[str, typer.Option("--output", help="Answer tokens, from-to.")] = "16-64",
+    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0,
+    folder: Annotated[
+        Path | None, typer.Option(help="Of models and logs.  [default: bench/many under $DOVETAIL_HOME]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """What a batch costs clients (targets met, first token, gaps between tokens), and what it makes of idle time.
+
+    Run it while nothing else does.
+
+    Example: dovetail bench batch --seconds 60 --rounds 3
+    """
+    from dovetail_bench.fleet import Fleet
+    from dovetail_bench.gaps import SETTLE_S, measure
+    from dovetail_bench.load import Mix
+
+    place = folder or _default_folder()
+    place.mkdir(parents=True, exist_ok=True)
+    lengths = _range(input_tokens, "--input"), _range(output_tokens, "--output")
+    mix = Mix(seconds / 60, rate, 1.0, 1.0, *lengths, seed)
+    total = span(rounds * (2 * seconds + seconds / 3 + 2 * SETTLE_S))
+    with progress(f"{rounds} rounds of the batch alone, clients alone and both: {total}.") as step:
+        made = Fleet(place).make(models, 0, step)
+        done = 0
+
+        def on_step() -> None:
+            nonlocal done
+            done += 1
+            step("rounds", done, rounds)
+
+        report = measure(made, mix, rounds, place, usable_cores(), on_step)
+    if as_json:
+        print_json(report)
+        return
+    for number, one in enumerate(report.rounds, start=1):
+        typer.echo(
+            f"round {number}: batch alone {one.full_tokens_per_s:.0f} tokens/s, beside clients {one.tokens_per_s:.0f}; "
+            f"clients alone take {one.alone.busy:.0%} of the time; first token p95 {one.alone.first_p95_s * 1000:.0f} "
+            f"and {one.beside.first_p95_s * 1000:.0f} ms, gap p99 {one.alone.gap_p99_s * 1000:.0f} and "
+            f"{one.beside.gap_p99_s * 1000:.0f} ms"
+        )
+    low, high = report.spread["of_idle"]
+    typer.echo(
+        f"targets met {report.attainment_alone:.1%} alone, {report.attainment_beside:.1%} beside; first token p95 "
+        f"{report.first_p95:.2f}, gap p99 {report.gap_p99:.2f} of alone; {report.of_idle:.0%} of what clients leave is "
+        f"used ({low:.0%} to {high:.0%})"
+    )

@@ -1,0 +1,204 @@
+"""What a batch that never ends costs clients, and what it makes of the time that they leave.
+
+In turns on one server: the batch alone (how fast it can be), clients alone, the same clients beside the batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import yaml
+
+from dovetail.errors import DovetailError
+from dovetail_bench.attainment import meets, percentile, token_times, ttft_s
+from dovetail_bench.fleet import FleetModel, prompts_for
+from dovetail_bench.load import Answer, Load, Mix, arrivals_of
+from dovetail_bench.servers import OURS, Contender, Running, free_port, running
+
+LINES = 4000  # of a batch, more than a run answers
+LINE_TOKENS = 64  # of an answer
+LINE_WORDS = 24  # of a prompt
+SETTLED_LINES = 24  # are answered before a batch is measured: it has as many under way as it will have
+SETTLE_S = 10.0  # about so long that takes
+ENDED = ("completed", "cancelled", "failed", "expired")
+
+
+class Side(msgspec.Struct, frozen=True):
+    """Clients in one run."""
+
+    requests: int
+    attained: int
+    first_p95_s: float
+    gap_p99_s: float  # between two tokens
+    busy: float  # share of the processor time that the batch alone takes
+
+
+class Round(msgspec.Struct, frozen=True):
+    full_tokens_per_s: float  # of the batch alone
+    alone: Side
+    beside: Side
+    tokens_per_s: float  # of the batch beside clients
+
+    @property
+    def of_idle(self) -> float:
+        """What the batch made of the time that clients leave."""
+        return self.tokens_per_s / (self.full_tokens_per_s * max(1.0 - self.alone.busy, 1e-9))
+
+
+class GapsReport(msgspec.Struct, frozen=True):
+    rounds: list[Round]
+    attainment_alone: float
+    attainment_beside: float
+    first_p95: float  # medians of rounds, beside / alone
+    gap_p99: float
+    of_idle: float
+    spread: dict[str, tuple[float, float]]  # of the three
+
+
+def measure(
+    models: Sequence[FleetModel], mix: Mix, rounds: int, folder: Path, cores: int, on_step: Callable[[], None]
+) -> GapsReport:
+    found = []
+    with running(_server(models, folder, cores), folder / "server.log") as server:
+        for model in models:
+            _clients(server, [model], msgspec.structs.replace(mix, minutes=0.05), None)  # its weights, its pages
+        for number in range(rounds):
+            seeded = msgspec.structs.replace(mix, seed=mix.seed + number)
+            found.append(_round(server, models, seeded, is_odd=bool(number % 2)))
+            on_step()
+    return _report(found)
+
+
+def _server(models: Sequence[FleetModel], folder: Path, cores: int) -> Contender:
+    store = Path(models[0].card.path).parents[1]
+    config = {
+        "models": {model.name: {"source": model.name, "keep_alive": "10m"} for model in models},
+        "nodes": [{"name": "cpu-0", "threads": cores, "memory": "4GiB"}],
+        "store": {"path": str(store)},
+        "batch": {"folder": str(folder / "batches")},
+    }
+    path = folder / "dovetail.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    port = free_port()
+    command = (*OURS, "serve", "--config", str(path), "--port", str(port), "--json")
+    return Contender("dovetail", models[0].card.dtype, command, port, "/health")
+
+
+def _round(server: Running, models: Sequence[FleetModel], mix: Mix, *, is_odd: bool) -> Round:
+    """Which of the two runs of clients is first changes from round to round."""
+    with _batch(server, models) as batch:
+        full, full_cpu = _rates(server, batch, lambda: time.sleep(mix.minutes * 20))
+    sides: dict[bool, Side] = {}
+    tokens_per_s = 0.0
+    for is_beside in (is_odd, not is_odd):
+        if is_beside:
+            with _batch(server, models) as batch:
+                sides[True], tokens_per_s, _ = _clients(server, models, mix, batch)
+        else:
+            sides[False], _, cpu = _clients(server, models, mix, None)
+            sides[False] = msgspec.structs.replace(sides[False], busy=cpu / full_cpu)
+    return Round(full, sides[False], sides[True], tokens_per_s)
+
+
+def _clients(server: Running, models: Sequence[FleetModel], mix: Mix, batch: str | None) -> tuple[Side, float, float]:
+    names = [model.name for model in models]
+    load = Load(server.url, names, prompts_for(models, mix.seed), sends_targets=False)
+    answers: list[Answer] = []
+    rate, cpu = _rates(server, batch, lambda: answers.extend(asyncio.run(load.run(arrivals_of(mix, len(models))))))
+    finished = [one for one in answers if one.is_finished]
+    if not finished:
+        raise DovetailError(f"no answer: {answers[0].error if answers else 'no request'}")
+    gaps = [later - early for one in finished for early, later in pairwise(token_times(one))]
+    firsts = [ttft_s(one) for one in finished]
+    side = Side(len(answers), sum(map(meets, answers)), percentile(firsts, 0.95), percentile(gaps, 0.99), 0.0)
+    return side, rate, cpu
+
+
+def _rates(server: Running, batch: str | None, run: Callable[[], None]) -> tuple[float, float]:
+    """Tokens of the batch and seconds of processor time in a second, while something runs."""
+    workers = _workers(server)
+    tokens, cpu_s, began = _tokens(server, batch), _cpu_s(workers), time.monotonic()
+    run()
+    seconds = time.monotonic() - began
+    return (_tokens(server, batch) - tokens) / seconds, (_cpu_s(workers) - cpu_s) / seconds
+
+
+def _workers(server: Running) -> list[psutil.Process]:
+    children = psutil.Process(server.pid).children(recursive=True)
+    return [one for one in children if any("dovetail.worker" in part for part in one.cmdline())]
+
+
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    times = [one.cpu_times() for one in processes]
+    return sum(one.user + one.system for one in times)
+
+
+def _tokens(server: Running, batch: str | None) -> int:
+    return 0 if batch is None else _get(server, f"/v1/batches/{batch}")["usage"]["output_tokens"]
+
+
+def _get(server: Running, path: str) -> dict[str, Any]:
+    response = httpx.get(server.url + path, timeout=60.0, trust_env=False)
+    response.raise_for_status()
+    found: dict[str, Any] = response.json()
+    return found
+
+
+@contextmanager
+def _batch(server: Running, models: Sequence[FleetModel]) -> Iterator[str]:
+    """One that has more lines than time."""
+    with httpx.Client(base_url=server.url, timeout=120.0, trust_env=False) as client:
+        lines = {"file": ("lines.jsonl", _lines(models))}
+        file = client.post("/v1/files", files=lines, data={"purpose": "batch"}).raise_for_status().json()["id"]
+        body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = client.post("/v1/batches", json=body).raise_for_status().json()["id"]
+        try:
+            while _get(server, f"/v1/batches/{batch}")["request_counts"]["completed"] < SETTLED_LINES:
+                time.sleep(0.2)
+            yield batch
+        finally:
+            client.post(f"/v1/batches/{batch}/cancel").raise_for_status()
+            until_s = time.monotonic() + 120.0
+            while client.get(f"/v1/batches/{batch}").json()["status"] not in ENDED and time.monotonic() < until_s:
+                time.sleep(0.2)
+
+
+def _lines(models: Sequence[FleetModel]) -> bytes:
+    prompts = prompts_for(models, 0)
+    lines = []
+    for number in range(LINES):
+        name = models[number % len(models)].name
+        body = {"model": name, "prompt": prompts[name].make(LINE_WORDS), "max_tokens": LINE_TOKENS, "ignore_eos": True}
+        line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+        lines.append(json.dumps(line).encode())
+    return b"\n".join(lines)
+
+
+def _report(rounds: Sequence[Round]) -> GapsReport:
+    figures = {
+        "first_p95": [one.beside.first_p95_s / one.alone.first_p95_s for one in rounds],
+        "gap_p99": [one.beside.gap_p99_s / one.alone.gap_p99_s for one in rounds],
+        "of_idle": [one.of_idle for one in rounds],
+    }
+    requests = sum(one.alone.requests for one in rounds)
+    middle = {name: median(values) for name, values in figures.items()}
+    return GapsReport(
+        rounds=list(rounds),
+        attainment_alone=sum(one.alone.attained for one in rounds) / requests,
+        attainment_beside=sum(one.beside.attained for one in rounds) / requests,
+        first_p95=middle["first_p95"],
+        gap_p99=middle["gap_p99"],
+        of_idle=middle["of_idle"],
+        spread={name: (min(values), max(values)) for name, values in figures.items()},
+    )
