@@ -222,6 +222,9 @@ class Node:
                     self.outbox.append(SetTimer(until_s, -1, -1))
                 return None
             chosen, prompts = turn.instance, turn.prompts
+            if turn.decodes and chosen.riding and chosen.is_short():  # they were suspended when the pool was sized
+                self.pools.make_room(chosen, now)
+                continue
             if prompts and chosen.is_short(*[share.work.pending_tokens + 1 for share in prompts]):
                 if self.pools.fit_in(chosen, prompts[0].work, now):
                     continue
