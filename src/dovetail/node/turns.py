@@ -44,7 +44,7 @@ class Turns:
         is_best_effort = ended.turn.is_best_effort
         if ended.turn.prompts and not is_best_effort:
             self._state.parted_s = now
-        if self._has_best_effort and (is_best_effort or not (ended.turn.decodes and ended.turn.instance.riding)):
+        if self._has_best_effort:
             self._owe(now - ended.started_s, is_best_effort=is_best_effort)
         return ended
 
@@ -53,7 +53,7 @@ class Turns:
         return any(one.best_effort for one in self._state.active)
 
     def _owe(self, seconds: float, *, is_best_effort: bool) -> None:
-        """Best effort has its share of the time that others take while nothing of it rides along."""
+        """Best effort has its share of the time that others take; what it has in gaps counts."""
         more_s = -seconds if is_best_effort else self._rule.reserve * seconds
         self._state.owed_s = min(max(self._state.owed_s + more_s, 0.0), LARGEST_CREDIT_S)
 
