@@ -103,6 +103,25 @@ def test_the_whole_cycle_answers_each_line_as_alone(server: Server, client: open
         assert answer["response"]["body"]["choices"][0]["text"] == alone
 
 
+def test_lines_that_are_suspended_for_clients_say_the_same(server: Server, client: openai.OpenAI) -> None:
+    """Each client that comes finds lines of its model in their decodes; these rest meanwhile and go on."""
+    tokens = 150
+    lines = [completion(number, model=("llama", "qwen3")[number % 2], max_tokens=tokens) for number in range(24)]
+    batch = submit(client, lines)
+    asked = 0
+    while client.batches.retrieve(batch.id).status not in ENDED and asked < 400:
+        body = completion(100 + asked, model=("llama", "qwen3")[asked % 2], max_tokens=20)["body"]
+        assert server.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 20
+        asked += 1
+    assert asked > 2, "the batch ended before a client came"
+    batch = ended(client, batch.id)
+    assert batch.request_counts.completed == len(lines), batch
+    found = results(client, batch.output_file_id)
+    for one in lines:
+        alone = server.post("/v1/completions", one["body"]).json()["choices"][0]["text"]
+        assert found[one["custom_id"]]["response"]["body"]["choices"][0]["text"] == alone
+
+
 def test_a_line_that_fails_is_in_the_error_file_and_not_completed(client: openai.OpenAI) -> None:
     too_long = completion(1, prompt="far too long " * 2000)
     batch = ended(client, submit(client, [completion(0), too_long, completion(2)]).id)
