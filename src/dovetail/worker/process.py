@@ -401,8 +401,8 @@ def _tend_idle(runner: ModelRunner, now: float, release_s: float) -> bool:
     if runner.scheduler.has_work or runner.is_released:
         runner.idle_since = None
         return False
-    if runner.idle_since is None:
-        runner.idle_since = now
+    if runner.idle_since is None or runner.idle_turns != runner.meter.turns:  # it was busy for less than `TEND_S`
+        runner.idle_since, runner.idle_turns = now, runner.meter.turns
         return True
     if now - runner.idle_since < release_s:
         return False

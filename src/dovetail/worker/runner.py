@@ -59,6 +59,7 @@ class ModelRunner:
         self.meter = Meter()
         self.speculator = speculator  # None = no drafts
         self.idle_since: float | None = None  # None = busy, or its pages are released already
+        self.idle_turns = 0  # that it had had by then
         self.is_released = True  # no KV page has been written since they were last given back
         self.max_batch = config.max_batch
         self._max_adapters = max_adapters or config.max_batch
