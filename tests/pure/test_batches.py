@@ -256,6 +256,18 @@ def test_what_a_machine_left_unfinished_is_cut_off_and_the_rest_counts(tmp_path:
     files.close()
 
 
+def test_an_answer_is_one_line_for_whoever_splits_texts(tmp_path: Path) -> None:
+    said = "a\x85b\u2028c\u2029d\x0be\x1cf\n"
+    body = msgspec.Raw(json.dumps({"text": said}, ensure_ascii=False).encode())
+    paths = (tmp_path / "out", tmp_path / "err")
+    files = ResultFiles(*paths)
+    files.append([LineResult(result_id("batch_1", 0), "first\u2028line", LineResponse(200, "r", body), None)])
+    files.close()
+    (line,) = paths[0].read_text(encoding="utf-8").splitlines()
+    found = json.loads(line)
+    assert (found["response"]["body"]["text"], found["custom_id"]) == (said, "first\u2028line")
+
+
 # The check of a file
 
 

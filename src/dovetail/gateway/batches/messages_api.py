@@ -27,7 +27,7 @@ from dovetail.gateway.batches.offer import (
     page_of,
 )
 from dovetail.gateway.batches.records import CANCELLED, EXPIRED, Batch, StoredFile
-from dovetail.gateway.batches.results import LineResult
+from dovetail.gateway.batches.results import LineResult, as_line
 from dovetail.gateway.batches.runner import BatchRunner
 from dovetail.gateway.batches.uploads import received_body
 from dovetail.gateway.http.endpoint import documented
@@ -153,7 +153,7 @@ def _shaped(line: bytes) -> bytes:
         said = {"type": "succeeded", "message": result.response.body}
     else:
         said = {"type": "errored", "error": result.response.body}
-    return msgspec.json.encode({"custom_id": result.custom_id, "result": said}) + b"\n"
+    return as_line({"custom_id": result.custom_id, "result": said})
 
 
 def _record(runner: BatchRunner, batch: Batch, request: Request) -> dict[str, Any]:

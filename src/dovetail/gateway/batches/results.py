@@ -43,6 +43,18 @@ class LineResult(msgspec.Struct, frozen=True):
         return self.response is not None and self.response.status_code < 400
 
 
+# Clients that read lines of a text, not of bytes, take these for ends of lines (as `str.splitlines` does). In JSON they
+# stand within strings only.
+_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029")
+
+
+def as_line(result: Any) -> bytes:
+    text: bytes = msgspec.json.encode(result)
+    for end, escaped in _ENDS:
+        text = text.replace(end, escaped)
+    return text + b"\n"
+
+
 def result_id(batch: str, number: int) -> str:
     return f"batch_req_{batch.rpartition('_')[2]}_{number}"
 
@@ -139,7 +151,7 @@ class ResultFiles:
         """When it returns they are on disk. Raises OSError: then none of them is in the files."""
         texts = [b"", b""]
         for result in results:
-            texts[not result.is_answer] += msgspec.json.encode(result) + b"\n"
+            texts[not result.is_answer] += as_line(result)
         try:
             for at, text in enumerate(texts):
                 if text:
