@@ -94,8 +94,8 @@ class Migrations:
         if request in self._by_request or work.place is None or self._tokens.num_tokens(work) is None:
             return False
         source = work.place.node
-        migration = Migration(next(self._numbers), request, source, reason, wanted, is_gated=is_gated)
-        migration.is_best_effort = work.is_best_effort
+        number, is_best_effort = next(self._numbers), work.is_best_effort
+        migration = Migration(number, request, source, reason, wanted, is_gated=is_gated, is_best_effort=is_best_effort)
         self._by_request[request] = migration
         self._seeker.decisions.begin(self._choose(migration))
         return True

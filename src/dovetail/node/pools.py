@@ -139,20 +139,21 @@ class Pools:
             self._lives.emptied(instance, self._device.now_s)
             if is_needed and instance.hosting.keep_alive_s != INFINITY:
                 self._lives.close(instance)
-        elif not self._admit.is_fixed(instance):
-            required = self._admit.required(instance.hosting, instance.model, instance.lengths())
-            kv_tokens = self._admit.recommended(instance.hosting, required)
-            if kv_tokens < self._residency.planned_kv_tokens(instance):
-                self._residency.resize(instance, kv_tokens)
+        else:
+            self.shrink(instance, at_once=True)
         self._device.update(instance)
 
-    def shrink(self, instance: Instance) -> None:
-        """S6, when a request has left."""
+    def shrink(self, instance: Instance, *, at_once: bool = False) -> None:
+        """S6, when a request has left. `at_once`: somebody else needs what is too much, however little."""
         if self._admit.is_fixed(instance):
             return
         required = self._admit.required(instance.hosting, instance.model, instance.lengths())
-        if should_shrink(self._residency.planned_kv_tokens(instance), required, self._watermark):
-            self._residency.resize(instance, self._admit.recommended(instance.hosting, required))
+        planned, wanted = (
+            self._residency.planned_kv_tokens(instance),
+            self._admit.recommended(instance.hosting, required),
+        )
+        if wanted < planned if at_once else should_shrink(planned, required, self._watermark):
+            self._residency.resize(instance, wanted)
 
     def look_around(self) -> None:
         """Tell when what runs here does not keep its pace any more, or will soon want more memory than there is."""

@@ -14,7 +14,7 @@ from dovetail.policy.headroom import INFINITY
 from dovetail.policy.iteration import Iteration, LaneT
 from dovetail.policy.lane import Lane, resume, suspend
 from dovetail.policy.latency import prompt_s
-from dovetail.policy.parts import Share, begins_by_s, tokens_within
+from dovetail.policy.parts import Share, begins_by_s, last_within, tokens_within
 from dovetail.policy.rounds import LEAST_SINGLES
 from dovetail.policy.rows import PACED_SHARE, latest_s
 from dovetail.policy.turn_rule import TurnRule
@@ -88,14 +88,8 @@ def _most_beside(lane: Lane, round_s: float, pace_s: float, ride: float) -> int:
 
 def _most_within(lane: Lane, seconds: float) -> int:
     """With how many of best effort a decode takes so long at most."""
-    fits, exceeds = 0, lane.riding + len(lane.suspended) + 1
-    while exceeds - fits > 1:
-        middle = (fits + exceeds) // 2
-        if _decode_s(lane, middle) <= seconds:
-            fits = middle
-        else:
-            exceeds = middle
-    return fits
+    all_of_them = lane.riding + len(lane.suspended)
+    return last_within(0, all_of_them + 1, lambda more: _decode_s(lane, more) <= seconds)
 
 
 def _decode_s(lane: Lane, more: int) -> float:

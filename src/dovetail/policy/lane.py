@@ -155,8 +155,7 @@ class Lane(Members):
         """Its known tokens are computed; it rests until there are more, or until it is handed over."""
         self.queue_of(work).remove(work)
         self.forget_computed(work)
-        work.computed = work.known_tokens
-        self.held_tokens += work.computed + self.hosting.block_tokens
+        self.keep_computed(work)
         self.held[work.id] = work
         self.refresh()
 
@@ -171,6 +170,11 @@ class Lane(Members):
         else:
             self._enqueue(work)
         self.refresh()
+
+    def keep_computed(self, work: Work) -> None:
+        """All its known tokens, while it does not run."""
+        work.computed = work.known_tokens
+        self.held_tokens += work.computed + self.hosting.block_tokens
 
     def forget_computed(self, work: Work) -> None:
         if work.computed:
@@ -320,8 +324,7 @@ def suspend(lane: Lane, works: Iterable[Work]) -> None:
     """Running ones rest, with their KV, until they are resumed."""
     for work in works:
         lane.stop(work)
-        work.computed = work.known_tokens
-        lane.held_tokens += work.computed + lane.hosting.block_tokens
+        lane.keep_computed(work)
         lane.suspended[work.id] = work
     lane.refresh()
 

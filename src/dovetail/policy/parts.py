@@ -4,7 +4,7 @@ that saves time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dovetail.policy.headroom import INFINITY
@@ -32,20 +32,25 @@ class Share(NamedTuple):
         return self.start + self.tokens >= self.work.known_tokens
 
 
+def last_within(fits: int, exceeds: int, is_within: Callable[[int], bool]) -> int:
+    """Of the numbers from one that fits towards one that does not, on either side of it, the last that fits."""
+    while abs(exceeds - fits) > 1:
+        middle = (fits + exceeds) // 2
+        if is_within(middle):
+            fits = middle
+        else:
+            exceeds = middle
+    return fits
+
+
 def tokens_within(latency: Latency, start: int, pending: int, seconds: float, fewest: int = FEWEST_TOKENS) -> int:
     """How many of the pending tokens of a prompt can be computed in so long, those before `start` being there: a
     multiple of `fewest`, and no fewer than what those cost."""
     if pending <= fewest or prompt_s(latency, start, pending) <= seconds:
         return pending
     seconds = max(seconds, prompt_s(latency, start, fewest))
-    fits, exceeds = 1, -(-pending // fewest)
-    while exceeds - fits > 1:
-        middle = (fits + exceeds) // 2
-        if prompt_s(latency, start, middle * fewest) <= seconds:
-            fits = middle
-        else:
-            exceeds = middle
-    tokens = fits * fewest
+    parts = last_within(1, -(-pending // fewest), lambda many: prompt_s(latency, start, many * fewest) <= seconds)
+    tokens = parts * fewest
     if pending - tokens >= FEWEST_TOKENS or fewest < FEWEST_TOKENS:
         return tokens
     return tokens - fewest if tokens > fewest else pending  # no crumbs, unless others wait

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.iteration import Iteration, LaneT
 from dovetail.policy.lane import Lane
+from dovetail.policy.parts import last_within
 from dovetail.policy.rounds import LEAST_SINGLES, WORTH_SPLITTING, decode_limit_s
 from dovetail.policy.work import Work
 
@@ -79,14 +80,7 @@ def _rows_for_pace(lane: Lane, strict: Sequence[Work], others_s: float) -> int:
     if not strict:
         return 0
     well_s = PACED_SHARE * min(work.tpot_s for work in strict)
-    exceeds, fits = 0, len(strict)
-    while fits - exceeds > 1:
-        middle = (fits + exceeds) // 2
-        if len(strict) / middle * (_rows_s(lane, middle) + others_s) <= well_s:
-            fits = middle
-        else:
-            exceeds = middle
-    return fits
+    return last_within(len(strict), 0, lambda rows: len(strict) / rows * (_rows_s(lane, rows) + others_s) <= well_s)
 
 
 def _row_latest_s(lane: Lane, work: Work, silence_s: float) -> float:
@@ -99,11 +93,4 @@ def _rows_s(lane: Lane, rows: int) -> float:
 
 
 def _rows_within(lane: Lane, limit_s: float) -> int:
-    fits, exceeds = 1, len(lane.running)
-    while exceeds - fits > 1:
-        middle = (fits + exceeds) // 2
-        if _rows_s(lane, middle) <= limit_s:
-            fits = middle
-        else:
-            exceeds = middle
-    return fits
+    return last_within(1, len(lane.running), lambda rows: _rows_s(lane, rows) <= limit_s)
