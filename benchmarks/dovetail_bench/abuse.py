@@ -25,6 +25,7 @@ from dovetail_bench.abuse_cases import CASES, cold_models
 from dovetail_bench.abuse_probe import Samples
 from dovetail_bench.safetensors_writer import write_safetensors
 from dovetail_bench.sample_checkpoints import Shape
+from dovetail_bench.servers import workers_of
 
 _NOISY, _PROBED = "noisy", "probed"
 _LOOPING = "bench-abuse-looping"
@@ -105,7 +106,7 @@ def _run_all(
     with (
         served as (process, url),
         _attackers(url, looping, folder) as (attackers, make_noise),
-        _probe(url, (attackers, process.pid, *_workers_of(process.pid))) as ask,
+        _probe(url, (attackers, process.pid, *(one.pid for one in workers_of(process.pid)))) as ask,
     ):
         gateway = psutil.Process(process.pid)
         ask()
@@ -194,10 +195,6 @@ def _served(
     finally:
         process.terminate()
         process.wait(_START_TIMEOUT_S)
-
-
-def _workers_of(gateway: int) -> list[int]:
-    return [one.pid for one in psutil.Process(gateway).children(recursive=True) if "dovetail.worker" in one.cmdline()]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import psutil
 import yaml
 
 from dovetail.errors import DovetailError
-from dovetail_bench.servers import OURS, Contender, Running, free_port, running
+from dovetail_bench.servers import OURS, Contender, Running, free_port, running, workers_of
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ def measure(model: str, streams: int, max_tokens: int, runs: int, store: str, *,
             running(front, Path(folder) / "front.log") as second,
         ):
             if pins:
-                _pin(first.pid, second.pid, _worker_of(first).pid, os.getpid())
+                _pin(first.pid, second.pid, workers_of(first.pid)[0].pid, os.getpid())
             ways = {"leader": [first], "front": [second], "both": [first, second]}
             best: dict[str, Way] = {}
             for attempt in range(runs + 1):  # the first one loads the model
@@ -70,17 +70,13 @@ def _contenders(model: str, folder: Path, store: str) -> tuple[Contender, Conten
 def _stream_through(
     name: str, servers: list[Running], both: tuple[Running, Running], streams: int, max_tokens: int
 ) -> Way:
-    pids = (both[0].pid, both[1].pid, _worker_of(both[0]).pid, os.getpid())
+    pids = (both[0].pid, both[1].pid, workers_of(both[0].pid)[0].pid, os.getpid())
     before = [_cpu_s(pid) for pid in pids]
     began = time.monotonic()
     tokens = asyncio.run(_read_all([server.url for server in servers], streams, max_tokens))
     seconds = time.monotonic() - began
     spent = [1e6 * (_cpu_s(pid) - at) / tokens for pid, at in zip(pids, before, strict=True)]
     return Way(name, tokens, seconds, tokens / seconds, *spent)
-
-
-def _worker_of(leader: Running) -> psutil.Process:
-    return next(one for one in psutil.Process(leader.pid).children() if "dovetail.worker" in one.cmdline())
 
 
 def _pin(*pids: int) -> None:

@@ -18,13 +18,12 @@ from typing import Any
 import httpx
 import msgspec
 import psutil
-import yaml
 
 from dovetail.errors import DovetailError
 from dovetail_bench.attainment import meets, percentile, token_times, ttft_s
-from dovetail_bench.fleet import FleetModel, prompts_for
+from dovetail_bench.fleet import FleetModel, Report, prompts_for
 from dovetail_bench.load import Answer, Load, Mix, arrivals_of
-from dovetail_bench.servers import OURS, Contender, Running, free_port, running
+from dovetail_bench.servers import Contender, Running, our_server, running, workers_of
 
 LINES = 4000  # of a batch, more than a run answers
 LINE_TOKENS = 64  # of an answer
@@ -41,19 +40,19 @@ class Side(msgspec.Struct, frozen=True):
     attained: int
     first_p95_s: float
     gap_p99_s: float  # between two tokens
-    busy: float  # share of the processor time that the batch alone takes
 
 
 class Round(msgspec.Struct, frozen=True):
     full_tokens_per_s: float  # of the batch alone
     alone: Side
+    busy: float  # clients alone, of the processor time that the batch alone takes
     beside: Side
     tokens_per_s: float  # of the batch beside clients
 
     @property
     def of_idle(self) -> float:
         """What the batch made of the time that clients leave."""
-        return self.tokens_per_s / (self.full_tokens_per_s * max(1.0 - self.alone.busy, 1e-9))
+        return self.tokens_per_s / (self.full_tokens_per_s * max(1.0 - self.busy, 1e-9))
 
 
 class GapsReport(msgspec.Struct, frozen=True):
@@ -66,9 +65,7 @@ class GapsReport(msgspec.Struct, frozen=True):
     spread: dict[str, tuple[float, float]]  # of the three
 
 
-def measure(
-    models: Sequence[FleetModel], mix: Mix, rounds: int, folder: Path, cores: int, on_step: Callable[[], None]
-) -> GapsReport:
+def measure(models: Sequence[FleetModel], mix: Mix, rounds: int, folder: Path, cores: int, step: Report) -> GapsReport:
     found = []
     with running(_server(models, folder, cores), folder / "server.log") as server:
         for model in models:
@@ -76,7 +73,7 @@ def measure(
         for number in range(rounds):
             seeded = msgspec.structs.replace(mix, seed=mix.seed + number)
             found.append(_round(server, models, seeded, is_odd=bool(number % 2)))
-            on_step()
+            step("rounds", number + 1, rounds)
     return _report(found)
 
 
@@ -88,11 +85,7 @@ def _server(models: Sequence[FleetModel], folder: Path, cores: int) -> Contender
         "store": {"path": str(store)},
         "batch": {"folder": str(folder / "batches")},
     }
-    path = folder / "dovetail.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
-    port = free_port()
-    command = (*OURS, "serve", "--config", str(path), "--port", str(port), "--json")
-    return Contender("dovetail", models[0].card.dtype, command, port, "/health")
+    return our_server(config, folder / "dovetail.yaml", models[0].card.dtype)
 
 
 def _round(server: Running, models: Sequence[FleetModel], mix: Mix, *, is_odd: bool) -> Round:
@@ -100,15 +93,14 @@ def _round(server: Running, models: Sequence[FleetModel], mix: Mix, *, is_odd: b
     with _batch(server, models) as batch:
         full, full_cpu = _rates(server, batch, lambda: time.sleep(mix.minutes * 20))
     sides: dict[bool, Side] = {}
-    tokens_per_s = 0.0
+    tokens_per_s = cpu = 0.0
     for is_beside in (is_odd, not is_odd):
         if is_beside:
             with _batch(server, models) as batch:
                 sides[True], tokens_per_s, _ = _clients(server, models, mix, batch)
         else:
             sides[False], _, cpu = _clients(server, models, mix, None)
-            sides[False] = msgspec.structs.replace(sides[False], busy=cpu / full_cpu)
-    return Round(full, sides[False], sides[True], tokens_per_s)
+    return Round(full, sides[False], cpu / full_cpu, sides[True], tokens_per_s)
 
 
 def _clients(server: Running, models: Sequence[FleetModel], mix: Mix, batch: str | None) -> tuple[Side, float, float]:
@@ -121,22 +113,17 @@ def _clients(server: Running, models: Sequence[FleetModel], mix: Mix, batch: str
         raise DovetailError(f"no answer: {answers[0].error if answers else 'no request'}")
     gaps = [later - early for one in finished for early, later in pairwise(token_times(one))]
     firsts = [ttft_s(one) for one in finished]
-    side = Side(len(answers), sum(map(meets, answers)), percentile(firsts, 0.95), percentile(gaps, 0.99), 0.0)
+    side = Side(len(answers), sum(map(meets, answers)), percentile(firsts, 0.95), percentile(gaps, 0.99))
     return side, rate, cpu
 
 
 def _rates(server: Running, batch: str | None, run: Callable[[], None]) -> tuple[float, float]:
     """Tokens of the batch and seconds of processor time in a second, while something runs."""
-    workers = _workers(server)
+    workers = workers_of(server.pid)
     tokens, cpu_s, began = _tokens(server, batch), _cpu_s(workers), time.monotonic()
     run()
     seconds = time.monotonic() - began
     return (_tokens(server, batch) - tokens) / seconds, (_cpu_s(workers) - cpu_s) / seconds
-
-
-def _workers(server: Running) -> list[psutil.Process]:
-    children = psutil.Process(server.pid).children(recursive=True)
-    return [one for one in children if any("dovetail.worker" in part for part in one.cmdline())]
 
 
 def _cpu_s(processes: Sequence[psutil.Process]) -> float:

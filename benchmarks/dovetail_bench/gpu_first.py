@@ -14,10 +14,9 @@ from pathlib import Path
 
 import msgspec
 import torch
-import yaml
 
 from dovetail_bench.gpu_switches import Say, ask, make_model
-from dovetail_bench.servers import OURS, Contender, free_port, running
+from dovetail_bench.servers import OURS, Contender, our_server, running
 
 NAME = "served"
 CASES = {"128": (1, 128, 1), "3,900": (1, 3900, 1), "256 × 128": (256, 128, 32), "8 × 3,900": (8, 3900, 32)}
@@ -75,11 +74,8 @@ class FirstBench:
             "nodes": [{"name": "gpu-0", "device": "cuda:0"}],
             "store": {"path": str(self._folder / "store"), "host_pool": f"{2 * self._card.size_bytes}B"},
         }
-        path = self._folder / "first.yaml"
-        path.write_text(yaml.safe_dump(config, sort_keys=False))
-        port = free_port()
-        command = (*OURS, "serve", "--config", str(path), "--port", str(port), "--json")
-        return Contender("dovetail", "bf16", command, port, "/health", environment)
+        server = our_server(config, self._folder / "first.yaml", "bf16")
+        return msgspec.structs.replace(server, environment=environment)
 
 
 async def _crowd(port: int, requests: int, prompt: int, answer: int, at: int) -> float:

@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 import torch
-import yaml
 
 from dovetail.errors import ConfigError
 from dovetail.store import Catalogue
@@ -27,7 +26,7 @@ from dovetail.types import ModelCard
 from dovetail_bench.gpu_sampling import byte_tokenizer
 from dovetail_bench.safetensors_writer import write_safetensors
 from dovetail_bench.sample_checkpoints import SHAPES, Shape
-from dovetail_bench.servers import OURS, Contender, free_port, running
+from dovetail_bench.servers import Contender, our_server, running
 
 NAMES = ("streaming", "first", "second")  # the last two take turns
 ROOM = 2.5  # times the weights of one model: two of them, with their keys and values
@@ -133,11 +132,7 @@ class SwitchBench:
             "nodes": [{"name": "gpu-0", "device": "cuda:0", "memory": f"{memory}B"}],
             "store": {"path": str(self._folder / "store"), "host_pool": f"{4 * self._cards[0].size_bytes}B"},
         }
-        path = self._folder / "switches.yaml"
-        path.write_text(yaml.safe_dump(config, sort_keys=False))
-        port = free_port()
-        command = (*OURS, "serve", "--config", str(path), "--port", str(port), "--json")
-        return Contender("dovetail", self._dtype, command, port, "/health")
+        return our_server(config, self._folder / "switches.yaml", self._dtype)
 
 
 class _Measurement:

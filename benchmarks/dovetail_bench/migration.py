@@ -19,11 +19,10 @@ from typing import Any
 
 import httpx
 import msgspec
-import yaml
 
 from dovetail.errors import DovetailError
 from dovetail.local_token import token_for
-from dovetail_bench.servers import OURS, Contender, free_port, running
+from dovetail_bench.servers import Contender, our_server, running
 
 WARM_UP_TOKENS = 12  # of every stream before a node is drained
 LATELY = 16  # gaps that a token time is the median of: it grows with the batch, which a drain changes
@@ -109,11 +108,7 @@ def _server(model: str, nodes: int, folder: Path, log: Path, store: str, tpot: s
     }
     if store:
         config["store"] = {"path": store}
-    path = folder / "dovetail.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
-    port = free_port()
-    command = (*OURS, "serve", "--config", str(path), "--port", str(port), "--json")
-    return Contender("dovetail", "", command, port, "/health")
+    return our_server(config, folder / "dovetail.yaml")
 
 
 async def _read_all(

@@ -12,12 +12,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import msgspec
+import psutil
 import yaml
 
 from dovetail.cli.node_sizes import MIN_MEMORY_BYTES
@@ -85,6 +86,19 @@ class Running(msgspec.Struct, frozen=True):
     ready_s: float  # from the start of the process
 
 
+def our_server(config: Mapping[str, object], path: Path, precision: str = "") -> Contender:
+    """Dovetail with this configuration, which is written there."""
+    path.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+    port = free_port()
+    command = (*OURS, "serve", "--config", str(path), "--port", str(port), "--json")
+    return Contender("dovetail", precision, command, port, "/health")
+
+
+def workers_of(gateway: int) -> list[psutil.Process]:
+    """Of a server of ours, by its process id."""
+    return [one for one in psutil.Process(gateway).children(recursive=True) if "dovetail.worker" in one.cmdline()]
+
+
 def budget_bytes(models: Sequence[FleetModel], share: float) -> int:
     """Room for `share` of the models with a little KV each, and for the largest of them in any case."""
     sizes = []
@@ -107,13 +121,8 @@ def dovetail(models: Sequence[FleetModel], settings: Settings) -> Contender:
         "store": {"path": str(store), "host_pool": f"{memory_bytes}B", "host_keep_alive": host_keep_alive},
         "server": {"max_queue": 4096},
     }
-    path = settings.folder / "dovetail.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
-    port = free_port()
-    command = (*OURS, "serve", "--config", str(path), "--port", str(port), "--json")
-    return Contender(
-        "dovetail", models[0].card.dtype, command, port, "/health", event_log=event_log, memory_bytes=memory_bytes
-    )
+    server = our_server(config, settings.folder / "dovetail.yaml", models[0].card.dtype)
+    return msgspec.structs.replace(server, event_log=event_log, memory_bytes=memory_bytes)
 
 
 def _nodes(settings: Settings, memory_bytes: int) -> list[dict[str, object]]:
@@ -145,11 +154,8 @@ def with_adapters(
         "store": store | {"host_keep_alive": f"{settings.host_keep_alive_s:g}s"},
         "server": {"max_queue": 4096},
     }
-    path = settings.folder / "dovetail.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
-    port = free_port()
-    command = (*OURS, "serve", "--config", str(path), "--port", str(port), "--json")
-    return Contender(name, base.dtype, command, port, "/health", event_log=event_log, memory_bytes=memory_bytes)
+    server = our_server(config, settings.folder / "dovetail.yaml", base.dtype)
+    return msgspec.structs.replace(server, name=name, event_log=event_log, memory_bytes=memory_bytes)
 
 
 def llama_python(models: Sequence[FleetModel], settings: Settings, report: Report) -> Contender:

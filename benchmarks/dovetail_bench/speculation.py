@@ -15,9 +15,8 @@ from typing import Any
 
 import httpx
 import msgspec
-import yaml
 
-from dovetail_bench.servers import OURS, Contender, free_port, running
+from dovetail_bench.servers import Contender, our_server, running
 
 TIMEOUT_S = 120.0
 _ESSAY = (
@@ -137,12 +136,7 @@ def _server(folder: Path, model: str, mode: str, tokens: int, draft: str) -> Con
     models: dict[str, Any] = {model: {"source": model, "speculative": speculative, "keep_alive": -1}}
     if draft:
         models[draft] = {"source": draft}
-    config = {"models": models}
-    path = folder / "dovetail.yaml"
-    path.write_text(yaml.safe_dump(config))
-    port = free_port()
-    command = (*OURS, "serve", "--config", str(path), "--port", str(port), "--json")
-    return Contender("dovetail", "", command, port, "/health")
+    return our_server({"models": models}, folder / "dovetail.yaml")
 
 
 def _ask(client: httpx.Client, model: str, case: Case, max_tokens: int, temperature: float, *, is_on: bool) -> Sample:

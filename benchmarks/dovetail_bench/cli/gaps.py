@@ -43,21 +43,14 @@ def batch(
     total = span(rounds * (2 * seconds + seconds / 3 + 2 * SETTLE_S))
     with progress(f"{rounds} rounds of the batch alone, clients alone and both: {total}.") as step:
         made = Fleet(place).make(models, 0, step)
-        done = 0
-
-        def on_step() -> None:
-            nonlocal done
-            done += 1
-            step("rounds", done, rounds)
-
-        report = measure(made, mix, rounds, place, usable_cores(), on_step)
+        report = measure(made, mix, rounds, place, usable_cores(), step)
     if as_json:
         print_json(report)
         return
     for number, one in enumerate(report.rounds, start=1):
         typer.echo(
             f"round {number}: batch alone {one.full_tokens_per_s:.0f} tokens/s, beside clients {one.tokens_per_s:.0f}; "
-            f"clients alone take {one.alone.busy:.0%} of the time; first token p95 {one.alone.first_p95_s * 1000:.0f} "
+            f"clients alone take {one.busy:.0%} of the time; first token p95 {one.alone.first_p95_s * 1000:.0f} "
             f"and {one.beside.first_p95_s * 1000:.0f} ms, gap p99 {one.alone.gap_p99_s * 1000:.0f} and "
             f"{one.beside.gap_p99_s * 1000:.0f} ms"
         )
