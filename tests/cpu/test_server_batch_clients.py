@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def spread(count: int) -> Iterator[bytes]:
     yield b"\r\n--b--\r\n"
 
 
-def announce(server: Server, count: int) -> int:
+def announce(server: Server, count: int) -> tuple[int, str]:
     """What a body of so many bytes is answered before any of them is sent."""
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
     connection.putrequest("POST", "/v1/files")
@@ -183,9 +184,10 @@ def announce(server: Server, count: int) -> int:
     connection.putheader("content-type", "multipart/form-data; boundary=b")
     connection.putheader("content-length", str(count))
     connection.endheaders()
-    status = connection.getresponse().status
+    answer = connection.getresponse()
+    said = (answer.status, answer.read().decode())
     connection.close()
-    return status
+    return said
 
 
 class Prober:
@@ -220,7 +222,9 @@ class Prober:
 def test_a_file_beyond_the_limit_is_refused_before_or_while_it_comes_and_memory_stays_flat(server: Server) -> None:
     headers = {"authorization": "Bearer sk-one", "content-type": "multipart/form-data; boundary=b"}
     with Prober(server) as prober:
-        assert announce(server, 2 << 30) == 413
+        status, said = announce(server, 2 << 30)
+        assert status == 413
+        assert "(batch.max_file)" in said
         unannounced = httpx.post(f"{server.url}/v1/files", content=spread(96 << 20), headers=headers, timeout=120)
         assert unannounced.status_code == 200, unannounced.text
     assert unannounced.json()["bytes"] == 96 << 20
@@ -238,6 +242,27 @@ def test_many_lines_are_checked_beside_a_gateway_that_answers(server: Server, tw
     assert [(problem.code, problem.line) for problem in batch.errors.data] == [("invalid_utf8", 50_001)]
     assert prober.most_bytes - prober.before_bytes < 64 << 20
     assert sorted(prober.latencies_s)[len(prober.latencies_s) // 2] < 0.1
+
+
+def test_large_files_of_a_key_are_checked_one_after_the_other(server: Server, two: openai.OpenAI) -> None:
+    lines = text_of([completion(number) for number in range(4000)]) + b"wrong\n"
+    file = two.files.create(file=("many.jsonl", io.BytesIO(lines)), purpose="batch").id
+    ids = [
+        two.batches.create(input_file_id=file, endpoint="/v1/completions", completion_window="24h").id for _ in range(6)
+    ]
+    most, left = 0, set(ids)
+    while left:
+        children = psutil.Process(server.process.pid).children()
+        most = max(most, sum(is_check(child) for child in children))
+        left = {id for id in left if two.batches.retrieve(id).status == "validating"}
+    assert most == 1
+    assert {two.batches.retrieve(id).status for id in ids} == {"failed"}
+
+
+def is_check(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "dovetail.gateway.batches.check" in process.cmdline()
+    return False
 
 
 def test_a_file_that_a_batch_reads_is_not_deleted(one: openai.OpenAI) -> None:

@@ -21,13 +21,17 @@ Line = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def server(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    file = tmp_path_factory.mktemp("batches") / "dovetail.yaml"
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("batches") / "kept"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Callable[[str], Path], kept: Path) -> Iterator[Server]:
+    file = kept.with_name("dovetail.yaml")
     folders = {name: tiny_folder(name) for name in ("llama", "qwen3", "bert")}
     models = "\n".join(f"  {name}: {{source: {folder}}}" for name, folder in folders.items())
     file.write_text(
-        f"models:\n{models}\nnodes: [{{name: cpu-0, threads: 1, kv_cache: 16MiB}}]\n"
-        f"batch: {{folder: {file.parent / 'kept'}}}\n"
+        f"models:\n{models}\nnodes: [{{name: cpu-0, threads: 1, kv_cache: 16MiB}}]\nbatch: {{folder: {kept}}}\n"
     )
     with running_server("--config", file) as server:
         yield server
@@ -165,7 +169,9 @@ BAD_LINES: list[tuple[bytes, str, str]] = [
 @pytest.mark.parametrize(
     ("bad", "code", "words"), BAD_LINES, ids=[f"{one[1]}-{at}" for at, one in enumerate(BAD_LINES)]
 )
-def test_a_bad_line_fails_the_batch_before_it_begins(client: openai.OpenAI, bad: bytes, code: str, words: str) -> None:
+def test_a_bad_line_fails_the_batch_before_it_begins(
+    client: openai.OpenAI, kept: Path, bad: bytes, code: str, words: str
+) -> None:
     content = text_of([completion(0)]) + b"\n" + bad + b"\n" + text_of([completion(2)])
     created = client.batches.create(
         input_file_id=upload(client, content), endpoint="/v1/completions", completion_window="24h"
@@ -176,6 +182,7 @@ def test_a_bad_line_fails_the_batch_before_it_begins(client: openai.OpenAI, bad:
     [problem] = batch.errors.data
     assert (problem.code, problem.line) == (code, 3), problem
     assert words in problem.message
+    assert not list((kept / "work").glob(f"{batch.id}*")), "an index that no line needs takes room"
 
 
 def test_cancelling_keeps_what_is_answered(client: openai.OpenAI) -> None:

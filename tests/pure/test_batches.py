@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.daytime import parse_hours
-from dovetail.errors import ConfigError, Conflict
+from dovetail.errors import ConfigError, Conflict, InvalidRequest
 from dovetail.gateway.batches import job
 from dovetail.gateway.batches.check import Order, Report, check_file, lines_of_models
 from dovetail.gateway.batches.lines import LINE, BatchLines
 from dovetail.gateway.batches.pacing import Pace, Pressure
+from dovetail.gateway.batches.progress import Progress
 from dovetail.gateway.batches.records import Batch, Counts, StoredFile, Usage
 from dovetail.gateway.batches.results import LineResponse, LineResult, ResultFiles, result_id
 from dovetail.gateway.batches.schedule import LineSchedule
@@ -386,3 +387,27 @@ def test_a_store_has_one_server_and_gives_the_next_what_it_had(tmp_path: Path) -
     assert list((tmp_path / "work").iterdir()) == []
     assert store.content("file-in").read_bytes() == b"x"
     store.close()
+
+
+def test_a_form_of_many_parts_is_refused_at_the_seventeenth() -> None:
+    reader = FormReader("multipart/form-data; boundary=b", bytearray().extend)
+    with pytest.raises(InvalidRequest, match="more than 16 fields"):
+        reader.feed(b'--b\r\nContent-Disposition: form-data; name="f"\r\n\r\nx\r\n' * 17)
+
+
+def test_what_ended_long_ago_is_forgotten_though_nobody_asks() -> None:
+    progress = Progress(0.0)
+    for second in range(1000):
+        progress.add(10, float(second))
+    assert len(progress._ended) < 40
+    assert progress.speed(999.0).tokens_per_s == pytest.approx(10, rel=0.1)
+
+
+def test_an_index_that_cannot_be_written_is_not_the_files_fault(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    body = {"model": "m", "prompt": "x"}
+    file.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}))
+    order = Order(str(file), str(tmp_path / "nowhere" / "index"), "/v1/completions", 1 << 20, 10)
+    report = check_file(order)
+    assert not report.problems
+    assert "No such file" in str(report.trouble)

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from dovetail.errors import InvalidRequest
-from dovetail.gateway.batches.lines import LINE, Array
+from dovetail.gateway.batches.lines import LINE, PART, Array
 from dovetail.gateway.batches.records import MAX_PROBLEMS, LineProblem
 
 MODULE = "dovetail.gateway.batches.check"
@@ -51,6 +51,7 @@ class Report(msgspec.Struct, frozen=True):
     total: int
     models: tuple[str | None, ...]  # that lines name, by number
     problems: tuple[LineProblem, ...]
+    trouble: str | None = None  # of this machine, not of the file: it is checked again later
 
 
 class InputLine(msgspec.Struct, frozen=True):
@@ -281,6 +282,13 @@ def unwrap(order: Order) -> LineProblem | None:
 
 
 def check_file(order: Order) -> Report:
+    try:
+        return _check_file(order)
+    except OSError as error:
+        return Report(0, (), (), trouble=f"the index of its lines cannot be written: {error.strerror}")
+
+
+def _check_file(order: Order) -> Report:
     if order.is_wrapped and (problem := unwrap(order)) is not None:
         return Report(0, (), (problem,))
     checker = LineChecker(order)
@@ -314,7 +322,7 @@ def _count_lines(file: BinaryIO, count: int) -> int:
 
 
 def _write_index(path: Path, index: Array) -> None:
-    part = path.with_suffix(".part")
+    part = path.with_suffix(PART)
     with part.open("wb") as file:
         file.write(index.tobytes())
         file.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import defaultdict
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from dovetail.gateway.batches.store import BatchStore
 from dovetail.gateway.service import Service
 
 _SMALL_BYTES = 256 * 1024  # of a file that is checked in some hundredths of a second
+_MAX_PROCESSES = 4  # that check large files; one of each key
 
 
 class FileChecker:
@@ -25,9 +27,11 @@ class FileChecker:
         self._store = store
         self._service = service
         self._settings = settings
+        self._processes = asyncio.Semaphore(_MAX_PROCESSES)
+        self._of_owner: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def check_batch(self, batch: Batch) -> Report:
-        """Its lines, and that there are the models that they name."""
+        """Its lines, and that there are the models that they name. Raises Overloaded: it cannot be done now."""
         return await self._checked(batch, self._store.content(batch.input_file), is_wrapped=False)
 
     async def check_requests(self, batch: Batch, body: Path) -> Report:
@@ -36,9 +40,14 @@ class FileChecker:
 
     async def _checked(self, batch: Batch, file: Path, *, is_wrapped: bool) -> Report:
         report = await self._check_file(batch, file, is_wrapped=is_wrapped)
+        if report.trouble is not None:
+            raise Overloaded(report.trouble, code="storage_full", retry_after_s=60)
         if report.problems:
             return report
-        return msgspec.structs.replace(report, problems=await self._unknown_models(batch, file, report))
+        problems = await self._unknown_models(batch, file, report)
+        if problems:
+            self._store.index(batch.id).unlink(missing_ok=True)  # none of its lines will run
+        return msgspec.structs.replace(report, problems=problems)
 
     async def _check_file(self, batch: Batch, file: Path, *, is_wrapped: bool) -> Report:
         """In a process of its own; a small file in a thread, which takes less time than that process to begin."""
@@ -54,6 +63,10 @@ class FileChecker:
         if file.stat().st_size <= _SMALL_BYTES:
             with suppress(Overloaded):  # too much is being read already
                 return await self._service.models.executors.parse.run(partial(check_file, order))
+        async with self._of_owner[batch.owner], self._processes:
+            return await self._in_process(order)
+
+    async def _in_process(self, order: Order) -> Report:
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", MODULE, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
@@ -79,7 +92,7 @@ class FileChecker:
         if not wrong:
             return ()
         index = self._store.index(batch.id)
-        lines = await self._store.run(lambda: lines_of_models(file, index, list(wrong)))
+        lines = await asyncio.to_thread(lines_of_models, file, index, list(wrong))
         return tuple(
             LineProblem(wrong[model].message, wrong[model].code or "model_not_found", line, "body.model")
             for line, model in lines

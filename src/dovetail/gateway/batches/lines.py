@@ -14,6 +14,7 @@ import numpy as np
 
 # A line as the checking process writes it down: its place in the file, and the number of its model.
 LINE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("model", "<u2")])
+PART = ".part"  # ends the name of an index that is being written
 Array = np.ndarray[Any, Any]
 
 PENDING, TAKEN, DONE = 0, 1, 2

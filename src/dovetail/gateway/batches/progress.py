@@ -23,12 +23,16 @@ class Progress:
 
     def add(self, tokens: int, now: float) -> None:
         self._ended.append((now, tokens))
+        self._forget(now)  # nobody may ever ask
 
     def speed(self, now: float) -> Speed:
-        while self._ended and self._ended[0][0] < now - _WINDOW_S:
-            self._ended.popleft()
+        self._forget(now)
         seconds = max(min(now - self._began_s, _WINDOW_S), 0.1)
         return Speed(sum(tokens for _, tokens in self._ended) / seconds, len(self._ended) / seconds)
+
+    def _forget(self, now: float) -> None:
+        while self._ended and self._ended[0][0] < now - _WINDOW_S:
+            self._ended.popleft()
 
 
 def eta_s(num_left: int, speed: Speed) -> float | None:

@@ -54,6 +54,7 @@ class BatchRunner:
         self._lines = LineDispatcher(service, settings)
         self.checker = FileChecker(store, service, settings)
         self._checks: dict[str, asyncio.Task[Report]] = {}
+        self._troubles: dict[str, str] = {}  # by batch: what of it cannot be written
         self._lives: dict[str, asyncio.Task[None]] = {}  # by batch
         self._loops: list[asyncio.Task[None]] = []
         self._swept_s = float("-inf")
@@ -99,10 +100,11 @@ class BatchRunner:
         """How it gets on; None: it is over."""
         if batch.is_over:
             return None
-        running = self._lines.running.get(batch.id)
+        running, trouble = self._lines.running.get(batch.id), self._troubles.get(batch.id)
         if running is None:
-            return {"held_by": "its lines are being checked"}
-        return self._lines.progress_of(running)
+            return {"held_by": trouble or "its lines are being checked"}
+        progress = self._lines.progress_of(running)
+        return progress if trouble is None else progress | {"held_by": trouble}
 
     # The life of a batch
 
@@ -112,6 +114,7 @@ class BatchRunner:
 
     def _ended(self, batch_id: str, life: asyncio.Task[None]) -> None:
         self._lives.pop(batch_id, None)
+        self._troubles.pop(batch_id, None)
         if not life.cancelled() and (error := life.exception()) is not None:
             logger.error("%s stopped: it goes on when the server is started again", batch_id, exc_info=error)
 
@@ -131,7 +134,7 @@ class BatchRunner:
 
     async def _check(self, batch_id: str) -> None:
         batch = self.store.batches[batch_id]
-        check = asyncio.create_task(self.checker.check_batch(batch))
+        check = asyncio.create_task(self._report_of(batch))
         self._checks[batch_id] = check
         try:
             await asyncio.wait([check])
@@ -152,14 +155,30 @@ class BatchRunner:
         else:
             await self._put(job.begin(batch, report.total, report.models, now))
 
+    async def _report_of(self, batch: Batch) -> Report:
+        while True:
+            try:
+                report = await self.checker.check_batch(batch)
+                self._troubles.pop(batch.id, None)
+                return report
+            except Overloaded as error:
+                await self._wait(batch.id, error.message)
+
+    async def _wait(self, id: str, why: str) -> None:
+        """For the disk."""
+        if self._troubles.get(id) != why:
+            logger.error("%s waits: %s", id, why)
+        self._troubles[id] = why
+        await asyncio.sleep(_STATE_RETRY_S)
+
     async def _open(self, batch: Batch) -> RunningBatch:
         while True:
             try:
                 opened = await self.store.run(lambda: open_batch(self.store, batch))
                 break
             except OSError as error:
-                logger.error("%s waits: %s", batch.id, error)
-                await asyncio.sleep(_STATE_RETRY_S)
+                await self._wait(batch.id, f"its files cannot be opened: {error.strerror}")
+        self._troubles.pop(batch.id, None)
         running = RunningBatch(self.store, batch, opened, self._lines.line_done)
         self._lines.running[batch.id] = running
         return running
@@ -204,22 +223,23 @@ class BatchRunner:
         code = EXPIRED if batch.ends_as == "expired" else CANCELLED
         await running.close_lines(code, _REASONS[code])
         batch = job.finish(batch, running.counts, running.usage, int(time.time()))
-        await self._until_written(lambda: self.store.offer(*_result_files(batch, running)))
+        await self._until_written(batch.id, lambda: self.store.offer(*_result_files(batch, running)))
         await self._put(batch)
-        await self._until_written(lambda: self.store.drop_work(batch))
+        await self._until_written(batch.id, lambda: self.store.drop_work(batch))
         logger.info("%s %s: %s", batch.id, batch.status, batch.counts)
 
     async def _put(self, batch: Batch) -> None:
-        await self._until_written(lambda: self.store.put(batch))
+        await self._until_written(batch.id, lambda: self.store.put(batch))
 
-    async def _until_written(self, write: Callable[[], Awaitable[None]]) -> None:
+    async def _until_written(self, id: str, write: Callable[[], Awaitable[None]]) -> None:
+        """What concerns this batch or file."""
         while True:
             try:
                 await write()
+                self._troubles.pop(id, None)
                 return
             except Overloaded as error:
-                logger.error("batches wait: %s", error)
-                await asyncio.sleep(_STATE_RETRY_S)
+                await self._wait(id, error.message)
 
     def _stop(self, batch_id: str) -> None:
         """The batch is cancelled, or its time is over."""
@@ -247,10 +267,10 @@ class BatchRunner:
         used = {batch.input_file for batch in self.store.batches.values() if not batch.is_over}
         for file in list(self.store.files.values()):
             if file.id not in used and now >= (file.expires_s or file.created_s + keep_s):
-                await self._until_written(partial(self.store.drop_file, file.id))
+                await self._until_written(file.id, partial(self.store.drop_file, file.id))
         for batch in list(self.store.batches.values()):
             if batch.ended_s is not None and now >= batch.ended_s + keep_s:
-                await self._until_written(partial(self.store.drop_batch, batch))
+                await self._until_written(batch.id, partial(self.store.drop_batch, batch))
 
     def observe(self) -> None:
         """For the metrics, when they are read."""

@@ -26,6 +26,7 @@ import msgspec
 
 from dovetail.cluster.durable import lock_folder
 from dovetail.errors import ConfigError, Overloaded, RecordNotFound
+from dovetail.gateway.batches.lines import PART
 from dovetail.gateway.batches.records import Batch, StoredFile
 
 logger = logging.getLogger("dovetail.gateway")
@@ -154,7 +155,8 @@ class BatchStore:
         """What a batch that has ended needs no longer: the index, files without a line, a body that was no file."""
 
         def work() -> None:
-            self.index(batch.id).unlink(missing_ok=True)
+            for path in (self.index(batch.id), self.index(batch.id).with_suffix(PART)):
+                path.unlink(missing_ok=True)
             for file_id in (batch.output_file, batch.error_file):
                 if file_id not in self.files:
                     self.content(file_id).unlink(missing_ok=True)

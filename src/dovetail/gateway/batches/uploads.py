@@ -18,7 +18,7 @@ from dovetail.gateway.batches.store import BatchStore
 
 _MAX_AT_ONCE = 16  # uploads of everyone
 _MAX_OF_OWNER = 4
-_MAX_FIELDS = 16
+_MAX_FIELDS = 16  # of a form, its file among them
 _MAX_FIELD_BYTES = 4096
 _FLUSH_BYTES = 1 << 20
 _MAX_NAME_CHARS = 255
@@ -122,6 +122,7 @@ class FormReader:
         self._name: str | None = None
         self._value = bytearray()
         self._is_file = self._has_ended = False
+        self._num_parts = 0
         try:
             self._parser = MultipartParser(options[b"boundary"], self._callbacks())  # type: ignore[arg-type]
         except FormParserError as error:
@@ -151,6 +152,9 @@ class FormReader:
         return self.form
 
     def _begin(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > _MAX_FIELDS:
+            raise InvalidRequest(f"the form has more than {_MAX_FIELDS} fields")
         self._disposition, self._name, self._is_file = b"", None, False
         self._value.clear()
 
@@ -171,8 +175,6 @@ class FormReader:
             if self.form.filename is not None:
                 raise InvalidRequest("the form has more than one file", param="file")
             self.form.filename = plain_name(options[b"filename"].decode(errors="replace"))
-        elif len(self.form.fields) >= _MAX_FIELDS:
-            raise InvalidRequest(f"the form has more than {_MAX_FIELDS} fields")
 
     def _add(self, piece: bytes) -> None:
         if self._is_file:

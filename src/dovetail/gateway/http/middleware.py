@@ -122,9 +122,9 @@ class BodyLimit:
             return await self._app(scope, receive, send)
         announced = Headers(scope=scope).get("content-length", "0")
         streamed = self._streamed_limit(scope)
-        limit = self._limit() if streamed is None else streamed
+        limit, key = (self._limit(), "server.max_body_bytes") if streamed is None else (streamed, "batch.max_file")
         if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
-            return await problem_response(_too_large(limit), scope)(scope, receive, send)
+            return await problem_response(_too_large(limit, key), scope)(scope, receive, send)
         client, received, held = current_client.get(), 0, 0
 
         async def receive_limited() -> Message:
@@ -133,7 +133,7 @@ class BodyLimit:
             count = len(message.get("body", b""))
             received += count
             if received > limit:
-                raise _too_large(limit)
+                raise _too_large(limit, key)
             if streamed is None:
                 self._memory.take(client, count)
                 held += count
@@ -155,5 +155,5 @@ class BodyLimit:
             scope.setdefault("state", {})["received"] = received
 
 
-def _too_large(limit: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"the body is larger than {limit} bytes", code="payload_too_large")
+def _too_large(limit: int, key: str) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the body is larger than {limit} bytes ({key})", code="payload_too_large")
