@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server_fixture import Server, eventually, running_server
+from server_fixture import Server, eventually, run_command, running_server
 
 MODEL = "llama"
 NUM_TOKENS = 8
@@ -28,7 +28,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tiny_folder: Callable[[str], Path], kept: Path) -> Iterator[Server]:
     file = kept.with_name("dovetail.yaml")
-    folders = {name: tiny_folder(name) for name in ("llama", "qwen3", "bert")}
+    folders = {name: tiny_folder(name) for name in ("llama", "qwen3", "bert", "bert_scores")}
     models = "\n".join(f"  {name}: {{source: {folder}}}" for name, folder in folders.items())
     file.write_text(
         f"models:\n{models}\nnodes: [{{name: cpu-0, threads: 1, kv_cache: 16MiB}}]\nbatch: {{folder: {kept}}}\n"
@@ -150,6 +150,44 @@ def test_chat_embeddings_and_responses_have_their_lines(client: openai.OpenAI) -
         assert batch.request_counts.completed == 1, (url, results(client, batch.error_file_id))
         answer = results(client, batch.output_file_id)["one"]["response"]["body"]
         assert answer["object"] in ("chat.completion", "list", "response")
+
+
+TEXTS = ["The capital of Brazil is Brasilia.", "The capital of France is Paris."]
+ASKED = "What is the capital of France?"
+RUN_BATCH: list[tuple[str, list[str], dict[str, Any]]] = [  # as files of vLLM's `run-batch` have them
+    (
+        "chat",
+        ["/v1/chat/completions"],
+        {
+            "model": "llama",
+            "messages": [
+                {"role": "system", "content": "You are a helpful assistant."},
+                {"role": "user", "content": "Hello world!"},
+            ],
+            "max_completion_tokens": 10,
+        },
+    ),
+    ("embeddings", ["/v1/embeddings"], {"model": "bert", "input": "You are a helpful assistant."}),
+    ("score", ["/score", "/v1/score"], {"model": "bert_scores", "queries": ASKED, "documents": TEXTS}),
+    ("rerank", ["/rerank", "/v1/rerank", "/v2/rerank"], {"model": "bert_scores", "query": ASKED, "documents": TEXTS}),
+]
+
+
+@pytest.mark.parametrize(("urls", "body"), [one[1:] for one in RUN_BATCH], ids=[one[0] for one in RUN_BATCH])
+def test_a_file_for_vllms_run_batch_is_answered(
+    server: Server, tmp_path: Path, urls: list[str], body: dict[str, Any]
+) -> None:
+    file, answers = tmp_path / "lines.jsonl", tmp_path / "answers.jsonl"
+    file.write_bytes(text_of([line(f"request-{at}", url, body) for at, url in enumerate(urls)]))
+    done = run_command("batch", "submit", file, "-o", answers, "--url", server.url)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {one["custom_id"]: one for one in map(json.loads, answers.read_text().splitlines())}
+    assert set(found) == {f"request-{at}" for at in range(len(urls))}
+    for one in found.values():
+        assert one["id"]
+        assert (one["error"], one["response"]["status_code"]) == (None, 200)
+        assert one["response"]["request_id"]
+        assert one["response"]["body"]["model"] == body["model"]
 
 
 BAD_LINES: list[tuple[bytes, str, str]] = [

@@ -394,6 +394,26 @@ def test_targets_in_headers_are_checked_and_counted(tmp_path: Path) -> None:
     on_app(tmp_path, test)
 
 
+TIERS = [("auto", "default"), ("default", "default"), ("scale", "default"), ("priority", "default"), ("flex", "flex")]
+
+
+@pytest.mark.parametrize(("asked", "had"), TIERS)
+def test_an_answer_says_which_tier_its_request_had(tmp_path: Path, asked: str, had: str) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+            answer = (await client.post(path, json=body | {"service_tier": asked})).json()
+            assert answer["service_tier"] == had
+            streamed = await client.post(path, json=body | {"service_tier": asked, "stream": True})
+            chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+            assert {chunk["service_tier"] for chunk in chunks} == {had}
+            assert "service_tier" not in (await client.post(path, json=body)).json()
+        question = {"model": "fake", "input": "hi", "max_output_tokens": 4}
+        answer = (await client.post("/v1/responses", json=question | {"service_tier": asked})).json()
+        assert answer["service_tier"] == had
+
+    on_app(tmp_path, test)
+
+
 def test_a_draining_server_refuses_work_but_answers_probes(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         service.is_draining = True

@@ -7,14 +7,14 @@ import uuid
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from starlette.responses import JSONResponse, Response
 
 from dovetail.config import parse_duration
 from dovetail.errors import InvalidRequest, QuotaExceeded
 from dovetail.gateway.batches.files_api import checked_expiry, listed
 from dovetail.gateway.batches.offer import Batches, number_in, owner_of, page_of
-from dovetail.gateway.batches.records import Api, Batch
+from dovetail.gateway.batches.records import ENDPOINT_ALIASES, Api, Batch
 from dovetail.gateway.batches.runner import BatchRunner
 from dovetail.gateway.http.api import StrictBody
 from dovetail.gateway.http.endpoint import documented, read_body, request_body
@@ -22,8 +22,9 @@ from dovetail.gateway.http.endpoint import documented, read_body, request_body
 MAX_WINDOW_S = 30 * 86400
 _MAX_PAGE = 100
 
-Endpoint = Literal[
-    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank"
+Endpoint = Annotated[
+    Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank"],
+    BeforeValidator(lambda name: ENDPOINT_ALIASES.get(name, name) if isinstance(name, str) else name),
 ]
 
 

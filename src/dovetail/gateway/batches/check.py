@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.batches.lines import LINE, PART, Array
-from dovetail.gateway.batches.records import MAX_PROBLEMS, LineProblem
+from dovetail.gateway.batches.records import ENDPOINT_ALIASES, MAX_PROBLEMS, LineProblem
 
 MODULE = "dovetail.gateway.batches.check"
 # Beside what it has when it starts: the file's lines as offsets and hashes, and one line as records.
@@ -191,7 +191,7 @@ class LineChecker:
             raise _Problem(f"custom_id needs 1 to {_MAX_ID_CHARS} characters", "invalid_custom_id", "custom_id")
         if entry.method != "POST":
             raise _Problem(f"method is {entry.method[:20]!r}; the only one is 'POST'", "invalid_method", "method")
-        if entry.url != self._order.endpoint:
+        if ENDPOINT_ALIASES.get(entry.url, entry.url) != self._order.endpoint:
             message = f"url is {entry.url[:100]!r}, and the batch's endpoint {self._order.endpoint!r}"
             raise _Problem(message, "mismatched_url", "url")
 

@@ -10,6 +10,9 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 Ending = Literal["completed", "expired", "cancelled"]
 Api = Literal["openai", "anthropic"]
 
+# Other names of endpoints, as files of vLLM's `run-batch` have them.
+ENDPOINT_ALIASES = {"/score": "/v1/score", "/rerank": "/v1/rerank", "/v2/rerank": "/v1/rerank"}
+
 # Codes of lines that were never answered, in the file of errors.
 EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
 ENDED: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})

@@ -19,10 +19,12 @@ from dovetail.gateway.http.replies import (
     Finish,
     PromptLogprob,
     PromptLogprobs,
+    ServiceTier,
     TextLogprobs,
     TokenEntry,
     TopLogprob,
     Usage,
+    tier_of,
 )
 from dovetail.gateway.http.waits import wait_times
 from dovetail.gateway.text.detokenizer import Vocabulary
@@ -43,6 +45,7 @@ class ReplyOptions:
     with_token_ids: bool = False
     tokens_as_ids: bool = False  # logprobs name tokens by their ids
     with_prompt_logprobs: bool = False
+    service_tier: ServiceTier | None = None  # that it has; None: it was not asked for one
 
     @property
     def is_plain(self) -> bool:
@@ -50,7 +53,7 @@ class ReplyOptions:
         return not (self.with_logprobs or self.with_usage_always or self.with_token_ids)
 
     @classmethod
-    def of(cls, body: ChatRequest | CompletionRequest) -> ReplyOptions:
+    def of(cls, body: ChatRequest | CompletionRequest, *, is_best_effort: bool) -> ReplyOptions:
         return cls(
             body.wants_logprobs,
             body.includes_usage,
@@ -58,6 +61,7 @@ class ReplyOptions:
             bool(body.return_token_ids),
             bool(body.return_tokens_as_token_ids),
             body.prompt_logprobs is not None,
+            tier_of(body.service_tier, is_best_effort=is_best_effort),
         )
 
 

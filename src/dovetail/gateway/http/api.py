@@ -99,7 +99,7 @@ class GenerationBody(StrictBody):
     logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
-        default=None, description="flex = best effort: served when nobody with a target waits"
+        default=None, description="flex = best effort; the others are served alike, and the answer says default"
     )
     cache_salt: str | None = Field(
         default=None, max_length=256, description="prefixes are shared with requests of the same salt only"

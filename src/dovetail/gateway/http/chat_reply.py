@@ -141,6 +141,8 @@ class ChatReply:
             prompt_logprobs=None,  # these are said where there are none, too: clients of vLLM look at them
             prompt_token_ids=None,
         )
+        if self._options.service_tier is not None:
+            completion.service_tier = self._options.service_tier
         if self._job.warnings:
             completion.warnings = list(self._job.warnings)
         if self._options.with_token_ids:
@@ -201,6 +203,8 @@ class ChatReply:
             chunk.prompt_token_ids = list(self._job.requests[0].prompt)
         if self._options.with_usage:
             chunk.usage = usage
+        if self._options.service_tier is not None:
+            chunk.service_tier = self._options.service_tier
         if self._job.warnings and choices and choices[0].delta.role is not None:
             chunk.warnings = list(self._job.warnings)
         return chunk

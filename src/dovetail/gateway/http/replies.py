@@ -108,6 +108,17 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None = None
 
 
+# How a request is served, whatever it asked for.
+ServiceTier = Literal["default", "flex"]
+
+
+def tier_of(asked: str | None, *, is_best_effort: bool) -> ServiceTier | None:
+    """For a request that asked for a tier, as OpenAI's answers say it: what it has got."""
+    if asked is None:
+        return None
+    return "flex" if is_best_effort else "default"
+
+
 class ChatCompletion(BaseModel):
     id: str
     object: Literal["chat.completion"]
@@ -115,6 +126,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: ServiceTier | None = Field(default=None, description="of a request that names one: what it had")
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     warnings: list[str] | None = Field(default=None, description="what was asked for and done otherwise")
@@ -144,6 +156,7 @@ class ChatChunk(BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    service_tier: ServiceTier | None = None
     prompt_token_ids: list[int] | None = None
     warnings: list[str] | None = Field(default=None, description="in the first chunk")
 
@@ -175,6 +188,7 @@ class TextCompletion(BaseModel):
     model: str
     choices: list[TextChoice]
     usage: Usage | None = None
+    service_tier: ServiceTier | None = None
     warnings: list[str] | None = Field(default=None, description="what was asked for and done otherwise")
 
 

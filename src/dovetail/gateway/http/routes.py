@@ -42,7 +42,7 @@ from dovetail.gateway.http.replies import (
     TokenizerInfo,
     Version,
 )
-from dovetail.gateway.http.respond import GenerationResponse, until_disconnect
+from dovetail.gateway.http.respond import GenerationResponse, origin_of, until_disconnect
 from dovetail.gateway.http.text_reply import TextForm, TextReply
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.service import Service
@@ -102,7 +102,7 @@ class Endpoints:
         body = await read_body(ChatRequest, request)
         model = await self._service.models.choose(body.model)
         job = await until_disconnect(request.receive, build_chat(self._service, request, body, model))
-        reply = ChatReply(job, _now(), ReplyOptions.of(body), make_reader=job.make_reader, echo=_echo(body))
+        reply = ChatReply(job, _now(), self._options(request, body, job), make_reader=job.make_reader, echo=_echo(body))
         return self._generation(body, job, reply)
 
     async def complete(self, request: Request) -> Response:
@@ -114,7 +114,10 @@ class Endpoints:
         form = TextForm(
             await echoes_of(body, job), body.is_prompt_only, body.num_kept, is_ranked=bool(body.use_beam_search)
         )
-        return self._generation(body, job, TextReply(job, _now(), ReplyOptions.of(body), form))
+        return self._generation(body, job, TextReply(job, _now(), self._options(request, body, job), form))
+
+    def _options(self, request: Request, body: ChatRequest | CompletionRequest, job: GenerationRequest) -> ReplyOptions:
+        return ReplyOptions.of(body, is_best_effort=job.is_best_effort or origin_of(request.scope).is_batch)
 
     def _generation(
         self, body: ChatRequest | CompletionRequest, job: GenerationRequest, reply: ChatReply | TextReply

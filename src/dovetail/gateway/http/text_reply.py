@@ -145,7 +145,7 @@ class TextReply:
         return body
 
     def _body(self, choices: list[TextChoice], usage: Usage | None) -> TextCompletion:
-        return TextCompletion(
+        body = TextCompletion(
             id=f"cmpl-{self._job.id}",
             object="text_completion",
             created=self._created,
@@ -153,6 +153,9 @@ class TextReply:
             choices=choices,
             usage=usage,
         )
+        if self._options.service_tier is not None:
+            body.service_tier = self._options.service_tier
+        return body
 
     def _logprobs(
         self, index: int, entries: Sequence[TokenReport], read: Sequence[TokenLogprobs] | None

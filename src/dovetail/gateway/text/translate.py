@@ -57,6 +57,10 @@ class GenerationRequest:
     def num_answers(self) -> int:
         return sum(request.num_choices for request in self.requests)
 
+    @property
+    def is_best_effort(self) -> bool:
+        return self.requests[0].service_class is ServiceClass.BEST_EFFORT
+
 
 def with_tenant(job: GenerationRequest, tenant: str, *, traced: bool = False) -> GenerationRequest:
     """The job as one of this tenant: it finds prefixes of its own requests only, and of those with the same salt where

@@ -22,7 +22,7 @@ from dovetail.gateway.http.answers import TokenNames, UsageCount
 from dovetail.gateway.http.api import Message
 from dovetail.gateway.http.build_request import build_chat, further_chat
 from dovetail.gateway.http.endpoint import documented, json_response, read_body, request_body, responses
-from dovetail.gateway.http.replies import Usage
+from dovetail.gateway.http.replies import Usage, tier_of
 from dovetail.gateway.http.respond import INLINE_REPORTS, EventStream, Taken, accounted, origin_of, until_disconnect
 from dovetail.gateway.http.responses.background import BackgroundResponses
 from dovetail.gateway.http.responses.builder import Event, OutputBuilder
@@ -432,6 +432,7 @@ class ResponsesResponse(Response):
             tool_choice=_plain(body.tool_choice),
             text={"format": _plain(body.text.format) if body.text and body.text.format else {"type": "text"}},
             truncation=body.truncation or "disabled",
+            service_tier=tier_of(body.service_tier, is_best_effort=self._turn.job.is_best_effort),
             store=body.store is not False,
             background=bool(body.background),
             max_tool_calls=body.max_tool_calls,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from dovetail.gateway.http.replies import TokenEntry
+from dovetail.gateway.http.replies import ServiceTier, TokenEntry
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
@@ -145,6 +145,7 @@ class ResponseRecord(BaseModel):
     tool_choice: Any = "auto"
     text: dict[str, Any] = Field(default_factory=dict)
     truncation: Literal["auto", "disabled"] = "disabled"
+    service_tier: ServiceTier | None = Field(default=None, description="of a request that names one: what it has")
     store: bool = True
     background: bool = False
     max_tool_calls: int | None = None
