@@ -22,7 +22,7 @@ import psutil
 from dovetail.errors import DovetailError
 from dovetail_bench.attainment import meets, percentile, token_times, ttft_s
 from dovetail_bench.fleet import FleetModel, Report, prompts_for
-from dovetail_bench.load import Answer, Load, Mix, arrivals_of
+from dovetail_bench.load import Answer, Load, Mix, arrivals_of, key_header
 from dovetail_bench.servers import Contender, Running, our_server, running, workers_of
 
 LINES = 4000  # of a batch, more than a run answers
@@ -67,9 +67,9 @@ class GapsReport(msgspec.Struct, frozen=True):
 
 def measure(models: Sequence[FleetModel], mix: Mix, rounds: int, folder: Path, cores: int, step: Report) -> GapsReport:
     found = []
-    with running(_server(models, folder, cores), folder / "server.log") as server:
+    with running(batch_server(models, folder, cores), folder / "server.log") as server:
         for model in models:
-            _clients(server, [model], msgspec.structs.replace(mix, minutes=0.05), None)  # its weights, its pages
+            warm(server, [model], mix)
         for number in range(rounds):
             seeded = msgspec.structs.replace(mix, seed=mix.seed + number)
             found.append(_round(server, models, seeded, is_odd=bool(number % 2)))
@@ -77,26 +77,33 @@ def measure(models: Sequence[FleetModel], mix: Mix, rounds: int, folder: Path, c
     return _report(found)
 
 
-def _server(models: Sequence[FleetModel], folder: Path, cores: int) -> Contender:
+def warm(server: Running, models: Sequence[FleetModel], mix: Mix, key: str = "") -> None:
+    """Their weights and their pages are there."""
+    ask_clients(server, models, msgspec.structs.replace(mix, minutes=0.05), key)
+
+
+def batch_server(models: Sequence[FleetModel], folder: Path, cores: int, keys: Sequence[str] = ()) -> Contender:
+    """`keys`: names, which are the keys, too."""
     store = Path(models[0].card.path).parents[1]
     config = {
         "models": {model.name: {"source": model.name, "keep_alive": "10m"} for model in models},
         "nodes": [{"name": "cpu-0", "threads": cores, "memory": "4GiB"}],
         "store": {"path": str(store)},
         "batch": {"folder": str(folder / "batches")},
+        "auth": {"keys": [{"name": key, "key": key} for key in keys]},
     }
     return our_server(config, folder / "dovetail.yaml", models[0].card.dtype)
 
 
 def _round(server: Running, models: Sequence[FleetModel], mix: Mix, *, is_odd: bool) -> Round:
     """Which of the two runs of clients is first changes from round to round."""
-    with _batch(server, models) as batch:
+    with endless_batch(server, models) as batch:
         full, full_cpu = _rates(server, batch, lambda: time.sleep(mix.minutes * 20))
     sides: dict[bool, Side] = {}
     tokens_per_s = cpu = 0.0
     for is_beside in (is_odd, not is_odd):
         if is_beside:
-            with _batch(server, models) as batch:
+            with endless_batch(server, models) as batch:
                 sides[True], tokens_per_s, _ = _clients(server, models, mix, batch)
         else:
             sides[False], _, cpu = _clients(server, models, mix, None)
@@ -104,17 +111,21 @@ def _round(server: Running, models: Sequence[FleetModel], mix: Mix, *, is_odd: b
 
 
 def _clients(server: Running, models: Sequence[FleetModel], mix: Mix, batch: str | None) -> tuple[Side, float, float]:
+    sides: list[Side] = []
+    rate, cpu = _rates(server, batch, lambda: sides.append(ask_clients(server, models, mix)))
+    return sides[0], rate, cpu
+
+
+def ask_clients(server: Running, models: Sequence[FleetModel], mix: Mix, key: str = "") -> Side:
     names = [model.name for model in models]
-    load = Load(server.url, names, prompts_for(models, mix.seed), sends_targets=False)
-    answers: list[Answer] = []
-    rate, cpu = _rates(server, batch, lambda: answers.extend(asyncio.run(load.run(arrivals_of(mix, len(models))))))
+    load = Load(server.url, names, prompts_for(models, mix.seed), sends_targets=False, key=key)
+    answers: list[Answer] = asyncio.run(load.run(arrivals_of(mix, len(models))))
     finished = [one for one in answers if one.is_finished]
     if not finished:
         raise DovetailError(f"no answer: {answers[0].error if answers else 'no request'}")
     gaps = [later - early for one in finished for early, later in pairwise(token_times(one))]
     firsts = [ttft_s(one) for one in finished]
-    side = Side(len(answers), sum(map(meets, answers)), percentile(firsts, 0.95), percentile(gaps, 0.99))
-    return side, rate, cpu
+    return Side(len(answers), sum(map(meets, answers)), percentile(firsts, 0.95), percentile(gaps, 0.99))
 
 
 def _rates(server: Running, batch: str | None, run: Callable[[], None]) -> tuple[float, float]:
@@ -132,26 +143,33 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> float:
 
 
 def _tokens(server: Running, batch: str | None) -> int:
-    return 0 if batch is None else _get(server, f"/v1/batches/{batch}")["usage"]["output_tokens"]
+    return 0 if batch is None else usage_of(server, batch)["output_tokens"]
 
 
-def _get(server: Running, path: str) -> dict[str, Any]:
-    response = httpx.get(server.url + path, timeout=60.0, trust_env=False)
+def usage_of(server: Running, batch: str, key: str = "") -> dict[str, int]:
+    usage: dict[str, int] = _get(server, f"/v1/batches/{batch}", key)["usage"]
+    return usage
+
+
+def _get(server: Running, path: str, key: str = "") -> dict[str, Any]:
+    response = httpx.get(server.url + path, timeout=60.0, trust_env=False, headers=key_header(key))
     response.raise_for_status()
     found: dict[str, Any] = response.json()
     return found
 
 
 @contextmanager
-def _batch(server: Running, models: Sequence[FleetModel]) -> Iterator[str]:
+def endless_batch(
+    server: Running, models: Sequence[FleetModel], key: str = "", line_tokens: int = LINE_TOKENS
+) -> Iterator[str]:
     """One that has more lines than time."""
-    with httpx.Client(base_url=server.url, timeout=120.0, trust_env=False) as client:
-        lines = {"file": ("lines.jsonl", _lines(models))}
+    with httpx.Client(base_url=server.url, timeout=120.0, trust_env=False, headers=key_header(key)) as client:
+        lines = {"file": ("lines.jsonl", _lines(models, line_tokens))}
         file = client.post("/v1/files", files=lines, data={"purpose": "batch"}).raise_for_status().json()["id"]
         body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
         batch = client.post("/v1/batches", json=body).raise_for_status().json()["id"]
         try:
-            while _get(server, f"/v1/batches/{batch}")["request_counts"]["completed"] < SETTLED_LINES:
+            while _get(server, f"/v1/batches/{batch}", key)["request_counts"]["completed"] < SETTLED_LINES:
                 time.sleep(0.2)
             yield batch
         finally:
@@ -161,12 +179,12 @@ def _batch(server: Running, models: Sequence[FleetModel]) -> Iterator[str]:
                 time.sleep(0.2)
 
 
-def _lines(models: Sequence[FleetModel]) -> bytes:
+def _lines(models: Sequence[FleetModel], tokens: int) -> bytes:
     prompts = prompts_for(models, 0)
     lines = []
     for number in range(LINES):
         name = models[number % len(models)].name
-        body = {"model": name, "prompt": prompts[name].make(LINE_WORDS), "max_tokens": LINE_TOKENS, "ignore_eos": True}
+        body = {"model": name, "prompt": prompts[name].make(LINE_WORDS), "max_tokens": tokens, "ignore_eos": True}
         line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
         lines.append(json.dumps(line).encode())
     return b"\n".join(lines)

@@ -136,8 +136,10 @@ class Load:
         on_end: Callable[[Answer], None] = lambda _: None,
         *,
         sends_targets: bool = True,
+        key: str = "",
     ) -> None:
         self._sends_targets = sends_targets  # else the server serves late rather than refuses
+        self._headers = JSON | key_header(key)
         self._url = url
         self._names = names
         self._prompts = prompts
@@ -175,7 +177,7 @@ class Load:
         self._on_end(answer)
 
     async def _receive(self, client: httpx.AsyncClient, answer: Answer, body: bytes) -> None:
-        headers = JSON | (_targets(answer) if self._sends_targets else {})
+        headers = self._headers | (_targets(answer) if self._sends_targets else {})
         async with client.stream("POST", "/v1/completions", content=body, headers=headers) as response:
             answer.status = response.status_code
             if response.status_code != 200:
@@ -193,6 +195,10 @@ class Load:
             answer.text_s.append(self._now())
         if event.usage is not None:
             answer.num_tokens = event.usage.completion_tokens
+
+
+def key_header(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _targets(answer: Answer) -> dict[str, str]:

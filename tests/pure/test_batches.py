@@ -411,3 +411,21 @@ def test_an_index_that_cannot_be_written_is_not_the_files_fault(tmp_path: Path) 
     report = check_file(order)
     assert not report.problems
     assert "No such file" in str(report.trouble)
+
+
+def test_what_is_the_same_for_all_batches_is_asked_once() -> None:
+    schedule, asked = LineSchedule(), Counter[str]()
+    for number in range(300):
+        schedule.add(f"b{number}", "a", ("m",), make_lines(*[0] * 10))
+
+    def load_tokens(model: str) -> float:
+        asked["load"] += 1
+        return 0.0
+
+    def has_room(model: str, running: int) -> bool:
+        asked["room"] += 1
+        return running < 8
+
+    taken = list(schedule.take(0.0, load_tokens, has_room))
+    assert len({line.batch for line in taken}) == 8
+    assert asked == {"load": 1, "room": 9}

@@ -387,6 +387,15 @@ def test_targets_in_headers_are_checked_and_counted(tmp_path: Path) -> None:
         assert 'dovetail:slo_requests_total{model_name="fake",outcome="attained"} 1.0' in metrics
         assert 'dovetail:slo_requests_total{model_name="fake",outcome="violated"} 1.0' in metrics
         assert 'dovetail:cold_starts_total{model_name="fake",tier="disk"} 1.0' in metrics
+        for line in (
+            'class_requests_total{class="latency_sensitive",model_name="fake",outcome="attained"} 1.0',
+            'class_requests_total{class="latency_sensitive",model_name="fake",outcome="violated"} 1.0',
+            'class_requests_total{class="best_effort",model_name="fake",outcome="answered"} 1.0',
+            'class_tokens_total{class="latency_sensitive",kind="generation",model_name="fake"} 12.0',
+            'class_tokens_total{class="best_effort",kind="generation",model_name="fake"} 6.0',
+            'class_tokens_total{class="best_effort",kind="prompt",model_name="fake"} 3.0',
+        ):
+            assert f"dovetail:{line}" in metrics
         assert 'dovetail:generation_tokens_total{model_name="fake"} 18.0' in metrics
         assert 'dovetail:request_success_total{finished_reason="length",model_name="fake"} 3.0' in metrics
         assert 'dovetail:http_requests_total{path="/v1/completions",status="200"} 3.0' in metrics

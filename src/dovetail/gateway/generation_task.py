@@ -82,6 +82,8 @@ class GenerationTask:
         self._metrics = metrics
         # Looked up once, because they are used at every token.
         self._generated = metrics.generation_tokens.labels(job.model.name)
+        self._service_class = job.requests[0].service_class.name.lower()
+        self._generated_of_class = metrics.class_tokens.labels(job.model.name, self._service_class, "generation")
         self._inter_token = metrics.inter_token.labels(job.model.name)
         self._arrival = origin.arrived_s
         self._trace = origin.trace
@@ -94,7 +96,9 @@ class GenerationTask:
         self._slo = [SloWatch(request, self._arrival) for request in job.requests]
 
     def submit(self, cluster: Cluster, hosted: HostedModel) -> None:
-        self._metrics.prompt_tokens.labels(self.job.model.name).inc(self.job.num_prompt_tokens)
+        name, num_prompt = self.job.model.name, self.job.num_prompt_tokens
+        self._metrics.prompt_tokens.labels(name).inc(num_prompt)
+        self._metrics.class_tokens.labels(name, self._service_class, "prompt").inc(num_prompt)
         self._cluster, self._hosted = cluster, hosted
         for request in self.job.requests:
             cluster.submit(request, self._inbox, self._arrival)
@@ -123,7 +127,9 @@ class GenerationTask:
             if choice.finish is not None:
                 self._close(key, by_worker=event.finish is not None)
         deltas = [delta for choice in touched.values() if (delta := choice.take()) is not None]
-        self._generated.inc(sum(len(delta.tokens) for delta in deltas))
+        num_tokens = sum(len(delta.tokens) for delta in deltas)
+        self._generated.inc(num_tokens)
+        self._generated_of_class.inc(num_tokens)
         if deltas and self._waits is not None:
             deltas[0].waits, self._waits = self._waits, None
         return deltas
@@ -164,11 +170,8 @@ class GenerationTask:
 
     def _record_outcomes(self, failure: Outcome | None) -> None:
         for request, watch in zip(self.job.requests, self._slo, strict=True):
-            outcome = watch.outcome
-            if outcome is not None:
-                self._metrics.observe_outcome(
-                    self.job.model.name, failure if failure and self._is_open(request) else outcome
-                )
+            outcome = failure if failure and self._is_open(request) else watch.outcome
+            self._metrics.observe_end(self.job.model.name, request.service_class, outcome)
 
     def _observe_token(self, choice: _Choice, now: float, grace_s: float) -> None:
         watch = self._slo[choice.order]

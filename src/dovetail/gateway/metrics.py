@@ -18,6 +18,7 @@ from dovetail.gateway.exposition import Exposition, expose
 from dovetail.gateway.model_metrics import ModelMetrics
 from dovetail.gateway.slo import Outcome
 from dovetail.messages import InstanceStats, Loaded, Stats, ToGateway
+from dovetail.types import ServiceClass
 
 # The buckets are vLLM's, so that its dashboards work.
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -98,6 +99,10 @@ class Metrics:
         self.drafted = self._counter("spec_decode_num_draft_tokens_total", "Proposed tokens that were verified.")
         self.accepted = self._counter("spec_decode_num_accepted_tokens_total", "Of these: right.")
         self.slo = self._counter("slo_requests_total", "Requests with targets, by outcome.", "outcome")
+        self.class_tokens = self._counter("class_tokens_total", "Tokens by class of the request.", "class", "kind")
+        self.class_requests = self._counter(
+            "class_requests_total", "Requests that ended, by class and what they got.", "class", "outcome"
+        )
         self.resumptions = self._counter("request_resumptions_total", "Requests that went on after a worker died.")
         self.cold_starts = self._counter("cold_starts_total", "Loads that a request waited for.", "tier")
         self.http = Counter(
@@ -159,7 +164,14 @@ class Metrics:
         self.ttft.labels(model).observe(seconds)
         self.of_model(model).add_ttft(seconds)
 
-    def observe_outcome(self, model: str, outcome: Outcome) -> None:
+    def observe_end(self, model: str, service_class: ServiceClass, outcome: Outcome) -> None:
+        """Best effort has no targets: it is answered or not."""
+        if service_class is ServiceClass.LATENCY_SENSITIVE:
+            self._observe_outcome(model, outcome)
+        got = "answered" if outcome == "attained" and service_class is ServiceClass.BEST_EFFORT else outcome
+        self.class_requests.labels(model, service_class.name.lower(), got).inc()
+
+    def _observe_outcome(self, model: str, outcome: Outcome) -> None:
         self.slo.labels(model, outcome).inc()
         model_metrics = self.of_model(model)
         model_metrics.outcomes[outcome] += 1

@@ -17,7 +17,7 @@ def default_ttft_s(num_prompt_tokens: int) -> float:
 
 
 class SloWatch:
-    """Follows one request. The slowest choice counts; best-effort requests have no outcome."""
+    """Follows one request. The slowest choice counts; best effort is never late."""
 
     def __init__(self, request: Request, arrival: float) -> None:
         self._counts = request.service_class is ServiceClass.LATENCY_SENSITIVE
@@ -38,7 +38,5 @@ class SloWatch:
         self._violated |= now > due
 
     @property
-    def outcome(self) -> Outcome | None:
-        if not self._counts:
-            return None
-        return "violated" if self._violated else "attained"
+    def outcome(self) -> Outcome:
+        return "violated" if self._violated and self._counts else "attained"

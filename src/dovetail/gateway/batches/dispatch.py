@@ -77,11 +77,8 @@ class LineDispatcher:
             self._pace.most = self._most_lines()
             self._pace.observe(self._service.pressure(), now)
             held = {batch_id for batch_id, running in self.running.items() if self._held_by(running)}
-            while (line := self._schedule.next(now, self._load_tokens, self._has_room, held)) is not None:
+            for line in self._schedule.take(now, self._load_tokens, self._pace.has_room, held):
                 self._start_line(app, self.running[line.batch], line.number)
-
-    def _has_room(self, model: str) -> bool:
-        return self._pace.has_room(model, sum(one.lines.num_taken for one in self.running.values()))
 
     def _load_tokens(self, model: str) -> float:
         """What could be computed elsewhere while it is loaded."""

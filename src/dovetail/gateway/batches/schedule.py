@@ -8,8 +8,9 @@ the others are ahead by what loading it costs, and then as long as it has lines 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from dovetail.gateway.batches.lines import BatchLines
@@ -60,6 +61,24 @@ class LineSchedule:
     def remove(self, batch: str) -> None:
         """What it has had stays its owner's."""
         del self._batches[batch]
+
+    def take(
+        self,
+        now: float,
+        load_tokens: Callable[[str], float],
+        has_room: Callable[[str, int], bool],
+        held: Collection[str] = (),
+    ) -> Iterator[NextLine]:
+        """While a line of its model has room beside so many. What is the same for all batches is asked once."""
+        running = sum(entry.lines.num_taken for entry in self._batches.values())
+        load_tokens = cache(load_tokens)
+        while True:
+            room = cache(lambda model, running=running: has_room(model, running))
+            line = self.next(now, load_tokens, room, held)
+            if line is None:
+                return
+            yield line
+            running += 1
 
     def next(
         self,
