@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sim_builders import make_hosting
 
-from dovetail.policy.consolidate import Consolidating, rank_victims
+from dovetail.policy.consolidate import Consolidating, ConsolidatingOnBoth, rank_victims
 from dovetail.policy.placement import DeviceKind, NodeFacts, can_ever_serve, is_hopeless, rank_nodes
 from dovetail.policy.startup import LoadTimes, rank_by_start, start_s
 from dovetail.sim.baselines import Spreading
@@ -51,6 +51,16 @@ def test_new_requests_go_to_the_largest_batch_on_cpu_first() -> None:
     small, large, cpu = FakeInstance(1), FakeInstance(5), FakeInstance(2, on_cpu=True)
     assert Consolidating().rank([small, large, cpu], 0) == [cpu, large, small]
     assert Spreading().rank([small, large, cpu], 0) == [small, cpu, large]
+
+
+def test_a_gpu_that_has_the_model_is_asked_however_many_cpus_have_it() -> None:
+    cpus = [FakeInstance(batch, on_cpu=True) for batch in (4, 3, 2, 1)]
+    gpus = [FakeInstance(9), FakeInstance(8)]
+    assert Consolidating().rank([*gpus, *cpus], 0) == cpus[:3]
+    assert ConsolidatingOnBoth().rank([*gpus, *cpus], 0) == [*cpus[:2], gpus[0]]
+    assert ConsolidatingOnBoth().rank(cpus, 0) == cpus[:3]
+    assert ConsolidatingOnBoth().rank([*gpus, *cpus[:2]], 0) == [*cpus[:2], gpus[0]]
+    assert ConsolidatingOnBoth().rank([], 0) == []
 
 
 def test_only_smaller_neighbours_give_way_the_smallest_first() -> None:

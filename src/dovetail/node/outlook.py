@@ -72,17 +72,19 @@ def _look(instance: Instance, loaded_s: float | None, pace_tokens: float, free_a
         turned_s=instance.turned_s,
         parted_s=instance.parted_s,
         prompted_s=instance.prompted_s,
+        latency=instance.hosting.latency if instance.rule.part_s != INFINITY else None,
+        overestimate=instance.overestimate,
     )
     _count(demand, instance, prefills, prefills)
     return demand
 
 
 def _look_at_newcomers(instance: Instance, demand: InstanceDemand, loaded_s: float | None, pace_tokens: float) -> None:
-    split = instance.splitting_s()
+    costs = _splitting(instance)
     prefills = list(demand.prefills)
     found = []
     for index, work in sorted(((instance.waiting.index(work), work) for work in instance.newcomers), key=itemgetter(0)):
-        found.append(_prefill(instance, work, work.start, loaded_s, pace_tokens, split))
+        found.append(_prefill(instance, work, work.start, loaded_s, pace_tokens, costs))
         prefills.insert(index, found[-1])
     _count(demand, instance, prefills, found)
 
@@ -128,14 +130,14 @@ def _due_after(instance: Instance, rows: set[int]) -> float:
 def _prefills(instance: Instance, loaded_s: float | None, pace_tokens: float) -> list[Prefill]:
     """Of what its prompts have left after the turn under way."""
     in_turn = {share.work.id: share for share in instance.prompts}
-    split = instance.splitting_s()
+    costs = _splitting(instance)
     found = []
     for work in instance.waiting:
         share = in_turn.get(work.id)
         if share is None:
-            found.append(_prefill(instance, work, work.start, loaded_s, pace_tokens, split))
+            found.append(_prefill(instance, work, work.start, loaded_s, pace_tokens, costs))
         elif not share.is_last:
-            found.append(_prefill(instance, work, share.start + share.tokens, loaded_s, pace_tokens, split))
+            found.append(_prefill(instance, work, share.start + share.tokens, loaded_s, pace_tokens, costs))
     return found
 
 
@@ -147,17 +149,26 @@ def _silent_s(instance: Instance, work: Work) -> float:
     return work.last_token_s + instance.rule.max_silence_s
 
 
+def _splitting(instance: Instance) -> tuple[float, float]:
+    return instance.splitting_s(), instance.lost_s()
+
+
 def _prefill(
-    instance: Instance, work: Work, start: int, loaded_s: float | None, pace_tokens: float, split: float
+    instance: Instance,
+    work: Work,
+    start: int,
+    loaded_s: float | None,
+    pace_tokens: float,
+    costs: tuple[float, float],
 ) -> Prefill:
-    """Of what is left from this token on."""
+    """Of what is left from this token on; `costs` as of `_splitting`."""
     grace_s = 0.0
     if loaded_s is not None and work.produced == 0:
         grace_s = cold_start_grace_s(work, instance.ordered_s, loaded_s)
-    seconds, part_s = instance.at_once_s(work, start), 0.0
+    seconds, part_s, tokens = instance.at_once_s(work, start), 0.0, work.known_tokens - start
     if instance.rule.part_s != INFINITY:
-        part_s = least_s(instance.hosting.latency, start, work.known_tokens - start) * instance.overestimate
+        part_s = least_s(instance.hosting.latency, start, tokens) * instance.overestimate
     urgent_s = instance.urgent_prefill_s(work) + grace_s
     safety_s = INFINITY if work.produced else work.safety_s(pace_tokens)
     due_s = min(work.due_s + grace_s, _silent_s(instance, work))
-    return Prefill(due_s, urgent_s, seconds, work.tpot_s, safety_s, part_s, split)
+    return Prefill(due_s, urgent_s, seconds, work.tpot_s, safety_s, part_s, *costs, start, tokens)

@@ -15,7 +15,7 @@ from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusa
 from dovetail.policy.latency import prompt_s
 from dovetail.policy.members import urgent_prefill_s
 from dovetail.policy.parameters import Shadow
-from dovetail.policy.parts import in_parts_s, least_s, split_s
+from dovetail.policy.parts import in_parts_s, least_s, lost_s, split_s
 from dovetail.policy.placement import Hosting
 from dovetail.policy.shadow import validate
 from dovetail.policy.work import Phase, Work
@@ -154,16 +154,32 @@ class Timing:
             own.ready_s = max(own.ready_s, free_at_s) + resize_s  # what is remembered of it is set anew with each look
         start, missing = work.start, work.uncomputed_tokens
         prefill_s = 0.0 if work.cached else prompt_s(hosting.latency, start, missing) * self._overestimate
-        part_s = extra_s = 0.0
+        part_s = split = lost = 0.0
         if not work.cached and self._rule.part_s != INFINITY:
             part_s = least_s(hosting.latency, start, missing) * self._overestimate
-            extra_s = split_s(hosting.latency) * self._overestimate
-        in_parts = prefill_s if prefill_s <= self._rule.part_s else in_parts_s(prefill_s, self._rule.part_s, extra_s)
+            split = split_s(hosting.latency) * self._overestimate
+            lost = lost_s(hosting.latency) * self._overestimate
+            own.latency, own.overestimate = hosting.latency, self._overestimate
+        in_parts = in_parts_s(prefill_s, self._rule.part_s, split, lost)
         urgent_s = urgent_prefill_s(work, self._rule.turn_silence_s, in_parts) + grace_s
         is_judged = not (own.blocked and work.phase is Phase.DECODE)  # a handover that waits for weights is late anyway
         due_s = work.due_s + grace_s if is_judged else INFINITY
         safety_s = INFINITY if work.produced else work.safety_s(self.pace_tokens(work.model))
-        return Candidate(due_s, prefill_s, decode_s, work.tpot_s, urgent_s, safety_s, part_s, extra_s, grown_s), own
+        candidate = Candidate(
+            due_s,
+            prefill_s,
+            decode_s,
+            work.tpot_s,
+            urgent_s,
+            safety_s,
+            part_s,
+            split,
+            lost,
+            start,
+            missing,
+            grown_s,
+        )
+        return candidate, own
 
     def _decodes(self, target: Instance | None, work: Work) -> tuple[float, float]:
         """One iteration of the target with the work, now and when contexts will have grown."""

@@ -14,8 +14,7 @@ from dovetail.policy.headroom import INFINITY
 from dovetail.policy.iteration import Iteration, LaneT
 from dovetail.policy.lane import Lane, resume, suspend
 from dovetail.policy.latency import prompt_s
-from dovetail.policy.parts import Share, begins_by_s, last_within, tokens_within
-from dovetail.policy.rounds import LEAST_SINGLES
+from dovetail.policy.parts import LEAST_SINGLES, Share, begins_by_s, last_within, tokens_within
 from dovetail.policy.rows import PACED_SHARE, latest_s
 from dovetail.policy.turn_rule import TurnRule
 

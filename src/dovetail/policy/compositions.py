@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.policy.consolidate import Consolidating, InstanceOrder
+from dovetail.policy.consolidate import Consolidating, ConsolidatingOnBoth, InstanceOrder
 from dovetail.policy.displace import MakingWay, Migrating
 from dovetail.policy.lateness import Lateness, ServeLate
 from dovetail.policy.memory import DemandByModel, MemoryDemand
@@ -118,4 +118,5 @@ SERVED = Composition().having(
     smooth_answers=True,
     split_decodes=True,
     max_stall=2.0,
+    instances=ConsolidatingOnBoth,
 )

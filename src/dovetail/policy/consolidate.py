@@ -39,8 +39,23 @@ class Consolidating:
     num_victims: int = 2
 
     def rank(self, instances: Sequence[PlacedT], turn: int) -> list[PlacedT]:
-        order = sorted(instances, key=lambda one: -one.batch - FIRST if one.on_cpu else -one.batch)
-        return order[:MAX_INSTANCES]
+        return _in_order(instances)[:MAX_INSTANCES]
+
+
+class ConsolidatingOnBoth(Consolidating):
+    """The same, and a GPU that has the model is always among those asked: where several CPUs have it and no time, each
+    newcomer would start another instance beside the GPU's."""
+
+    def rank(self, instances: Sequence[PlacedT], turn: int) -> list[PlacedT]:
+        order = _in_order(instances)
+        asked = order[:MAX_INSTANCES]
+        if asked and asked[-1].on_cpu:
+            asked[-1] = next((one for one in order[MAX_INSTANCES:] if not one.on_cpu), asked[-1])
+        return asked
+
+
+def _in_order(instances: Sequence[PlacedT]) -> list[PlacedT]:
+    return sorted(instances, key=lambda one: -one.batch - FIRST if one.on_cpu else -one.batch)
 
 
 def rank_victims(neighbours: Iterable[BatchT], batch: int) -> list[BatchT]:

@@ -6,9 +6,11 @@ Works on small views of what a node's instances have to do; knows neither memory
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol, TypeVar
+
+from dovetail.policy.latency import Latency
 
 INFINITY = float("inf")
 
@@ -50,7 +52,10 @@ class Prefill(NamedTuple):
     tpot_s: float  # its pace from then on
     safety_s: float = INFINITY  # later than its pace from its first token on, its tokens may be; more is not kept
     part_s: float = 0.0  # the smallest part of it
-    split_s: float = 0.0  # what it takes longer with each further part
+    split_s: float = 0.0  # by which the length of its parts goes
+    lost_s: float = 0.0  # what it takes longer with each further part
+    start: int = 0  # from this token on it is to be computed
+    tokens: int = 0  # so many; 0: it is computed whole
 
 
 @dataclass(slots=True)
@@ -72,6 +77,10 @@ class InstanceDemand:
     prompted_s: float = 0.0  # of its prompts, computed since its running requests had a token
     prefills: tuple[Prefill, ...] = ()  # most urgent first, their deadlines as they will be after a load
     grown_s: float = 0.0  # one iteration when its contexts will have grown
+    latency: Latency | None = field(
+        default=None, compare=False
+    )  # of its model, not overestimated; None: its prompts are computed whole
+    overestimate: float = 1.0
 
 
 class Candidate(NamedTuple):
@@ -85,6 +94,9 @@ class Candidate(NamedTuple):
     safety_s: float = INFINITY  # as of a Prefill
     part_s: float = 0.0  # likewise
     split_s: float = 0.0  # likewise
+    lost_s: float = 0.0  # likewise
+    start: int = 0  # likewise
+    tokens: int = 0  # likewise
     grown_s: float = 0.0  # one iteration of the instance with it when contexts will have grown
 
 

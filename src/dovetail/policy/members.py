@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.latency import prompt_s
-from dovetail.policy.parts import in_parts_s, split_s
+from dovetail.policy.parts import in_parts_s, lost_s, split_s
 from dovetail.policy.placement import Hosting
 from dovetail.policy.turn_rule import TurnRule
 from dovetail.policy.work import Phase, Work
@@ -185,8 +185,12 @@ class Members:
         return self.hosting.latency.decode_s(len(self.running), self.tokens) * self.overestimate
 
     def splitting_s(self) -> float:
-        """What a prompt takes longer with each further part."""
+        """As of `split_s`."""
         return split_s(self.hosting.latency) * self.overestimate if self.rule.part_s != INFINITY else 0.0
+
+    def lost_s(self) -> float:
+        """What a prompt takes longer with each further part."""
+        return lost_s(self.hosting.latency) * self.overestimate if self.rule.part_s != INFINITY else 0.0
 
     def at_once_s(self, work: Work, start: int) -> float:
         """What is left of a prompt from this token on, in one piece."""
@@ -195,7 +199,7 @@ class Members:
     def left_s(self, work: Work, start: int) -> float:
         """The same in parts, if nobody comes between."""
         seconds, part_s = self.at_once_s(work, start), self.rule.part_s
-        return seconds if seconds <= part_s else in_parts_s(seconds, part_s, self.splitting_s())
+        return seconds if seconds <= part_s else in_parts_s(seconds, part_s, self.splitting_s(), self.lost_s())
 
     def latest_prefill_s(self, work: Work, seconds: float) -> float:
         """When what is left of its prompt, which takes so long, has to begin at the latest."""

@@ -4,7 +4,7 @@ that saves time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from dovetail.policy.headroom import INFINITY
@@ -17,6 +17,8 @@ PACKED_SHARE = 0.9  # of the time that two prompts take one by one: they share a
 UNHURRIED = 3.0  # times what is left of a prompt: it is due no sooner
 SPLIT_LIMIT = 8.0  # parts take no less than so many times what splitting costs
 MOST_PROMPTS = 32  # in one iteration
+LEAST_SINGLES = 1.5  # a batch that is split decodes no fewer rows at a time than take so many times what one takes,
+# and no more short prompts come along in an iteration than take so many times what the fewest tokens take
 
 
 class Share(NamedTuple):
@@ -61,10 +63,15 @@ def least_s(latency: Latency, start: int, pending: int) -> float:
     return prompt_s(latency, start, min(FEWEST_TOKENS, pending))
 
 
-def split_s(latency: Latency) -> float:
+def lost_s(latency: Latency) -> float:
     """What two parts take longer than one."""
-    least = latency.prefill_s(FEWEST_TOKENS)
-    return max(min(2 * least - latency.prefill_s(2 * FEWEST_TOKENS), least / 2), 0.0)
+    return max(2 * latency.prefill_s(FEWEST_TOKENS) - latency.prefill_s(2 * FEWEST_TOKENS), 0.0)
+
+
+def split_s(latency: Latency) -> float:
+    """As much of it as the length of parts goes by: on devices where few tokens take as long as many, parts would be
+    longer than answers should wait."""
+    return min(lost_s(latency), latency.prefill_s(FEWEST_TOKENS) / 2)
 
 
 def part_limit_s(part_s: float, split: float) -> float:
@@ -72,18 +79,21 @@ def part_limit_s(part_s: float, split: float) -> float:
     return max(part_s, SPLIT_LIMIT * split)
 
 
-def in_steps_s(seconds: float, least: float, split: float) -> float:
-    """What a part takes that is given so long: as many steps as fit, the smallest part being one."""
-    step_s = least - split
-    if seconds <= least or step_s <= 0.0:
-        return max(seconds, least)
-    return split + int((seconds - split) / step_s) * step_s
-
-
-def in_parts_s(seconds: float, part_s: float, split: float) -> float:
-    """What takes so long in one piece, in parts."""
+def in_parts_s(seconds: float, part_s: float, split: float, lost: float) -> float:
+    """What takes so long in one piece, in parts, each of which takes `lost` longer."""
     limit_s = part_limit_s(part_s, split)
-    return seconds if seconds <= limit_s or not split else seconds * limit_s / (limit_s - split)
+    return seconds if seconds <= limit_s else seconds * limit_s / (limit_s - lost)
+
+
+def parts_of(latency: Latency, start: int, pending: int, seconds: float) -> tuple[float, float]:
+    """How many parts of so long at most a prompt has left, and what one takes: the mean of the first and the last."""
+    first = tokens_within(latency, start, pending, seconds)
+    if first >= pending:
+        return 1.0, prompt_s(latency, start, pending)
+    begins = start + pending - first
+    last = tokens_within(latency, begins, first, seconds)
+    part_s = (prompt_s(latency, start, first) + prompt_s(latency, begins, last)) / 2
+    return 2 * pending / (first + last), part_s
 
 
 def begins_by_s(decodes: Sequence[tuple[float, float]]) -> float:
@@ -95,12 +105,6 @@ def begins_by_s(decodes: Sequence[tuple[float, float]]) -> float:
         total_s += seconds
         begins_s = min(begins_s, latest_s - total_s)
     return begins_s
-
-
-def are_behind(answers: Sequence[tuple[float, float]], steps: int, step_s: float) -> bool:
-    """Whether so many steps, with a token in each, make somebody late of those whose next one is due in so long, the
-    others at that pace: whoever is ahead may lose what it has gained."""
-    return any(step_s > tpot_s and left_s < step_s + (steps - 1) * (step_s - tpot_s) for left_s, tpot_s in answers)
 
 
 def is_unhurried(now: float, left_s: float, due_s: float) -> bool:
@@ -119,6 +123,28 @@ def saves(latency: Latency, tokens: int, more: int) -> bool:
     return latency.prefill_s(tokens + more) <= PACKED_SHARE * (latency.prefill_s(tokens) + latency.prefill_s(more))
 
 
-def saves_s(seconds: float, more_s: float, split: float) -> bool:
-    """The same of what takes so long by itself, where an iteration of both costs less by what splitting costs."""
-    return split >= (1.0 - PACKED_SHARE) * (seconds + more_s)
+def tokens_together(
+    latency: Latency,
+    start: int,
+    pending: int,
+    others: Iterable[int],
+    seconds: float,
+    left_s: float,
+    fewest: int = FEWEST_TOKENS,
+) -> list[int]:
+    """How many tokens of which prompts an iteration of about so long computes: of the first one as many of its pending
+    tokens as fit, at least `fewest`; where it is done with them, also those of others, whole, as far as that saves
+    time and the first, which is due in `left_s`, were not late by it."""
+    tokens = tokens_within(latency, start, pending, seconds, fewest)
+    found = [tokens]
+    if tokens < pending:
+        return found
+    if fewest < FEWEST_TOKENS:
+        seconds = min(seconds, LEAST_SINGLES * latency.prefill_s(fewest))
+    seconds = together_s(seconds, latency.prefill_s(tokens), left_s)
+    for more in others:
+        if not saves(latency, tokens, more) or latency.prefill_s(tokens + more) > seconds:
+            break
+        found.append(more)
+        tokens += more
+    return found

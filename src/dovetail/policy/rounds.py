@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from dovetail.policy.headroom import INFINITY
-from dovetail.policy.parts import part_limit_s
+from dovetail.policy.parts import LEAST_SINGLES, part_limit_s
 
 SMOOTH_LIMIT = 3.0  # a part between two rounds takes no less than so many times what splitting costs
-LEAST_SINGLES = 1.5  # a batch that is split decodes no fewer rows at a time than take so many times what one takes,
-# and no more short prompts come along in an iteration than take so many times what the fewest tokens take
 WORTH_SPLITTING = 1.25  # times the limit: shorter iterations stay whole
 STALL_COSTS = 0.5  # of a token's time that is stalled: a layer that was begun, and what a change of turns takes
 ANSWER_SLICE = 0.8  # of a round of those who answer: so long others' answers are computed at least between two of them

@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.iteration import Iteration, LaneT
 from dovetail.policy.lane import Lane
-from dovetail.policy.parts import last_within
-from dovetail.policy.rounds import LEAST_SINGLES, WORTH_SPLITTING, decode_limit_s
+from dovetail.policy.parts import LEAST_SINGLES, last_within
+from dovetail.policy.rounds import WORTH_SPLITTING, decode_limit_s
 from dovetail.policy.work import Work
 
 AWAITED_SHARE = 0.25  # of an iteration is what an answer that is on its way here may wait for

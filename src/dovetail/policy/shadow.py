@@ -22,15 +22,16 @@ from dovetail.policy.headroom import (
     is_overtaken,
     must_be_late,
 )
+from dovetail.policy.latency import prompt_s, prompts_s
 from dovetail.policy.parts import (
+    FEWEST_TOKENS,
     MOST_PROMPTS,
-    are_behind,
     begins_by_s,
     in_parts_s,
-    in_steps_s,
+    least_s,
     part_limit_s,
-    saves_s,
-    together_s,
+    parts_of,
+    tokens_together,
 )
 from dovetail.policy.rounds import SMOOTH_LIMIT, may_compute, next_to_answer, part_between_s
 from dovetail.policy.turn_rule import TurnRule
@@ -46,15 +47,18 @@ class _Player:
 
     __slots__ = (
         "batch",
-        "begun_s",
+        "begun",
         "deadline_s",
         "decode_s",
         "due_s",
         "frees_bytes",
         "is_settled",
+        "latency",
         "latest_s",
+        "least_s",
         "left_s",
         "next",
+        "overestimate",
         "prefills",
         "prompted_s",
         "ready_s",
@@ -68,6 +72,8 @@ class _Player:
     def __init__(self, demand: InstanceDemand, rule: TurnRule) -> None:
         self.rule = rule
         self.batch = demand.batch
+        self.latency = demand.latency
+        self.overestimate = demand.overestimate
         self.frees_bytes = demand.frees_bytes
         self.decode_s = demand.decode_s
         self.due_s = demand.decode_deadline_s  # of its running requests
@@ -78,9 +84,9 @@ class _Player:
         self.ready_s = demand.ready_s
         self.prefills: Sequence[Prefill] = demand.prefills
         self.next = 0  # of the prefills
-        self.begun_s = 0.0  # what of it is done
+        self.begun = 0  # tokens of it that are computed
         self.is_settled = False  # it has had a token since the last prefill of anybody
-        self.left_s = 0.0
+        self.left_s = self.least_s = 0.0  # what is left of it in parts, and what the smallest part takes
         self.look_ahead()
 
     def look_ahead(self) -> None:
@@ -102,9 +108,18 @@ class _Player:
         self.urgent_s = urgent_s
 
     def _look_at(self, first: Prefill) -> None:
-        """What is left of the prefill that is next, in parts."""
-        left_s, part_s = first.seconds - self.begun_s, self.rule.part_s
-        self.left_s = left_s if left_s <= part_s else in_parts_s(left_s, part_s, first.split_s)
+        left_s, part_s = first.seconds, self.rule.part_s
+        self.least_s = first.part_s
+        if self.begun:
+            assert self.latency is not None
+            start, tokens = self.left_of(first)
+            left_s = prompt_s(self.latency, start, tokens) * self.overestimate
+            self.least_s = least_s(self.latency, start, tokens) * self.overestimate
+        self.left_s = left_s if left_s <= part_s else in_parts_s(left_s, part_s, first.split_s, first.lost_s)
+
+    def left_of(self, first: Prefill) -> tuple[int, int]:
+        """Which tokens of the prefill that is next are left: from which on, and how many."""
+        return first.start + self.begun, first.tokens - self.begun
 
     def take(self, candidate: Candidate) -> Prefill | None:
         """The candidate joins; returns its prefill, if it needs one."""
@@ -121,6 +136,9 @@ class _Player:
                 candidate.safety_s,
                 candidate.part_s,
                 candidate.split_s,
+                candidate.lost_s,
+                candidate.start,
+                candidate.tokens,
             )
             self.prefills = sorted((*self.prefills, prefill), key=_BY_URGENCY) if self.prefills else (prefill,)
         else:
@@ -137,37 +155,44 @@ class _Player:
         first = self.prefills[self.next]
         return not self.rule.guards_decodes or not guards_decodes(clock, first.seconds, first.urgent_s, self.latest_s)
 
-    def part_of(self, seconds: float) -> float:
-        """Spend so long on the prefill that is next, and no less than a part of it takes; returns how long."""
+    def compose(self, seconds: float, clock: float) -> tuple[float, list[Prefill]]:
+        """An iteration for its prompts of about so long, as `policy.turn` makes it: what it takes, and which prefills
+        are done with it. With none, a part of the first one is."""
         first = self.prefills[self.next]
-        spent_s = max(seconds, first.part_s)
-        if spent_s < self.left_s:
-            limit_s = part_limit_s(self.rule.part_s, first.split_s)
-            self.begun_s += spent_s - first.split_s * max(1.0, spent_s / limit_s)
+        limit_s = part_limit_s(self.rule.part_s, first.split_s)
+        if self.latency is None or limit_s < self.left_s <= seconds:  # it has no parts, or nobody comes between them
+            return self.left_s, [self._pop()]
+        waiting = self.prefills[self.next + 1 : self.next + MOST_PROMPTS] if self.rule.packs_prompts else ()
+        start, pending = self.left_of(first)
+        more = [one.tokens for one in waiting]
+        within_s, left_s = min(seconds, limit_s) / self.overestimate, (first.due_s - clock) / self.overestimate
+        tokens = tokens_together(self.latency, start, pending, more, within_s, left_s)
+        parts = [(start, tokens[0]), *((one.start, one.tokens) for one, _ in zip(waiting, tokens[1:], strict=False))]
+        done = [self._pop() for _ in tokens] if tokens[0] == pending else []
+        if not done:
+            self.begun += tokens[0]
             self._look_at(first)
-        return spent_s
+        return prompts_s(self.latency, parts) * self.overestimate, done
+
+    def parts_of(self, prefill: Prefill, seconds: float) -> tuple[float, float]:
+        """How many parts of about so long are left of it, and what one takes."""
+        if self.latency is None:
+            return 1.0, prefill.seconds
+        begun = self.begun if prefill is self.prefills[self.next] else 0
+        within_s = seconds / self.overestimate
+        count, part_s = parts_of(self.latency, prefill.start + begun, prefill.tokens - begun, within_s)
+        return count, part_s * self.overestimate
+
+    def _pop(self) -> Prefill:
+        done = self.prefills[self.next]
+        self.next += 1
+        self.begun = 0
+        return done
 
     def turned(self, spent_s: float, clock: float) -> None:
         """A turn of so long that was spent on a prompt has ended."""
         self.turned_s = clock
         self.prompted_s += spent_s
-
-    def prefill(self) -> Prefill:
-        done = self.prefills[self.next]
-        self.next += 1
-        self.begun_s = 0.0
-        return done
-
-    def pack(self, done: list[Prefill], spent_s: float, limit_s: float) -> float:
-        """Further prompts come along in an iteration that has taken so long; returns what it takes with them."""
-        while self.next < len(self.prefills) and len(done) < MOST_PROMPTS:
-            one = self.prefills[self.next]
-            packed_s = spent_s + one.seconds - one.split_s
-            if not saves_s(spent_s, one.seconds, one.split_s) or packed_s > limit_s:
-                break
-            done.append(self.prefill())
-            spent_s = packed_s
-        return spent_s
 
     def join(self, done: Prefill, clock: float) -> None:
         """What was prefilled runs from now on."""
@@ -274,14 +299,13 @@ class _Play:
                 until_s = min(until_s, latest_s)
                 is_prefill = until_s > 0.0
             if is_prefill:
-                left_s = chosen.left_s
-                if clock + left_s > until_s and (part_s := chosen.part_of(until_s - clock)) < left_s:
-                    clock += part_s
-                    chosen.turned(part_s, clock)
-                    self._parted_s = clock
+                spent_s, done = chosen.compose(until_s - clock, clock)
+                clock += spent_s
+                chosen.turned(spent_s, clock)
+                self._parted_s = clock
+                if not done:
                     continue
-                clock, late = self._compute(chosen, clock, until_s)
-                if late is not None:
+                if (late := self._prefilled(chosen, done, clock)) is not None:
                     return late
             else:
                 if clock + chosen.decode_s > chosen.latest_s:
@@ -294,24 +318,33 @@ class _Play:
                 chosen.decode(times, clock)
             if not self._waiting and self._is_over(clock):
                 return None
-        if self._awaited is None:
-            return None
-        return self._goes_on(clock) if self._rule.in_rounds else Refusal.FIRST_TOKEN_LATE
+        if self._rule.in_rounds:
+            return self._goes_on(clock)
+        return None if self._awaited is None else Refusal.FIRST_TOKEN_LATE
 
     def _goes_on(self, clock: float) -> Refusal | None:
         """The rest in rounds, counted instead of played: behind each part of a prompt everybody has a token, and the
-        others one more before the prompter's own answers have theirs."""
+        others one more before the prompter's own answers have theirs. Where answers have no time for that, there are
+        rounds without a part between, until they are so far ahead again."""
         round_s = self._round_s if len(self._players) == 1 else 2 * self._round_s
         answers = [(one.due_s - clock, one.tpot_s) for one in self._players if one.due_s != INFINITY]
-        waiting = [prefill for one in self._players for prefill in one.prefills[one.next :]]
-        for one in sorted(waiting, key=_BY_URGENCY):
-            part_s = max(min(self._round_s, part_limit_s(self._rule.part_s, one.split_s)), SMOOTH_LIMIT * one.split_s)
-            parts = -int(-one.seconds // part_s)
-            clock += one.seconds + (parts - 1) * one.split_s + parts * round_s
-            step_s = min(one.seconds, part_s) + round_s
-            if clock > one.due_s or step_s > self._rule.max_silence_s or are_behind(answers, parts, step_s):
+        waiting = [(prefill, one) for one in self._players for prefill in one.prefills[one.next :]]
+        for one, player in sorted(waiting, key=lambda found: found[0].urgent_s):
+            room_s = min([tpot_s for _, tpot_s in answers], default=INFINITY) - self._round_s
+            limit_s = min(self._round_s, part_limit_s(self._rule.part_s, one.split_s))
+            limit_s = max(limit_s, SMOOTH_LIMIT * one.split_s)
+            count, part_s = player.parts_of(one, max(min(limit_s, room_s), one.part_s))
+            parts = -int(-count // 1)
+            rounds = float(parts)
+            computing_s = count * part_s
+            for left_s, tpot_s in answers:
+                if computing_s > left_s:
+                    rounds = max(rounds, (computing_s - left_s) / max(tpot_s - self._round_s, 1e-9))
+            spent_s = computing_s + parts * round_s + (rounds - parts) * self._round_s
+            clock += spent_s
+            if clock > one.due_s or part_s + round_s > self._rule.max_silence_s:
                 return Refusal.FIRST_TOKEN_LATE if one is self._awaited else Refusal.NEIGHBOUR_LATE
-            answers = [(left_s + parts * (tpot_s - step_s), tpot_s) for left_s, tpot_s in answers]
+            answers = [(left_s + rounds * tpot_s - spent_s, tpot_s) for left_s, tpot_s in answers]
             answers.append((one.tpot_s, one.tpot_s))
         return None
 
@@ -327,7 +360,6 @@ class _Play:
             return prompter, INFINITY, clock
         first = prompter.prefills[prompter.next]
         part_s = part_between_s(prompter, answering, self._rule.part_s, first.split_s)
-        part_s = in_steps_s(part_s, first.part_s, first.split_s)
         clock = self._skip_parts(prompter, answering, part_s, clock)
         return prompter, clock + part_s, clock
 
@@ -335,15 +367,15 @@ class _Play:
         """The time after the rounds that certainly lie before the last parts of its prompt, each with a part so long:
         they are played as one while nobody gets late in them."""
         first, others_s = prompter.prefills[prompter.next], sum(one.decode_s for one in answering)
+        count, part_s = prompter.parts_of(first, part_s)
         parts, round_s = 1, part_s + others_s  # of a round, in which everyone else has as many tokens, itself one
         if prompter.due_s != INFINITY:  # between two tokens of its own there are parts for about as long
             others_s -= prompter.decode_s
             parts = max(-int(-prompter.decode_s // part_s), 1)
             round_s = parts * part_s + prompter.decode_s + (parts + 1 if len(answering) > 1 else 0) * others_s
-        gain_s = parts * (part_s - first.split_s)
-        if gain_s <= 0.0 or round_s > self._rule.max_silence_s:
+        if count <= parts or round_s > self._rule.max_silence_s:
             return clock
-        rounds = (first.seconds - prompter.begun_s) / gain_s - 1.0
+        rounds = count / parts - 1.0
         if self._last_ready_s > clock:
             first_ready = min(one.ready_s for one in self._players if one.ready_s > clock)
             rounds = min(rounds, (first_ready - clock) / round_s)
@@ -357,7 +389,8 @@ class _Play:
         if whole < 1:
             return clock
         clock += whole * round_s
-        prompter.begun_s += whole * gain_s
+        done = int(prompter.left_of(first)[1] * whole * parts / count)
+        prompter.begun += done - done % FEWEST_TOKENS
         prompter.look_ahead()
         for one in answering:
             one.decode(whole * (own if one is prompter else others), clock)
@@ -371,37 +404,25 @@ class _Play:
         until_s = begins_by_s([(one.latest_s, one.decode_s) for one in in_time])
         first = chosen.prefills[chosen.next]
         latest_s = first.due_s - chosen.left_s
-        if in_time and is_overtaken(clock, first.part_s, latest_s, until_s):
+        if in_time and is_overtaken(clock, chosen.least_s, latest_s, until_s):
             return min(in_time, key=lambda one: one.latest_s), 0.0
         if self._last_ready_s > clock:  # who gets ready meanwhile is looked at after the part under way
             first_ready = min(one.ready_s for one in self._players if one.ready_s > clock)
             until_s = min(until_s, first_ready + self._rule.part_s)
         return chosen, max(until_s, clock)
 
-    def _compute(self, player: _Player, clock: float, until_s: float) -> tuple[float, Refusal | None]:
-        """What is left of its prompt, and those that come along; the time after it, and who is late then."""
-        spent_s = player.left_s
-        done = [player.prefill()]
-        if self._rule.packs_prompts:
-            limit_s = min(until_s - clock, part_limit_s(self._rule.part_s, done[0].split_s))
-            limit_s = together_s(limit_s, spent_s, done[0].due_s - clock)
-            spent_s = player.pack(done, spent_s, limit_s)
-        clock += spent_s
-        player.turned(spent_s, clock)
-        self._parted_s = clock
+    def _prefilled(self, player: _Player, done: Sequence[Prefill], clock: float) -> Refusal | None:
+        """These have their token now, and run; who is late."""
         for one in done:
             if clock > one.due_s:
-                return clock, Refusal.FIRST_TOKEN_LATE if one is self._awaited else Refusal.NEIGHBOUR_LATE
-            self._prefilled(player, one, clock)
-        return clock, None
-
-    def _prefilled(self, player: _Player, done: Prefill, clock: float) -> None:
-        player.join(done, clock)
-        self._waiting -= 1
-        if done is self._awaited:
-            self._awaited = None
-        for one in self._players:
-            one.is_settled = False
+                return Refusal.FIRST_TOKEN_LATE if one is self._awaited else Refusal.NEIGHBOUR_LATE
+            player.join(one, clock)
+            if one is self._awaited:
+                self._awaited = None
+        self._waiting -= len(done)
+        for player in self._players:
+            player.is_settled = False
+        return None
 
     def _in_a_row(self, chosen: _Player, ready: Sequence[_Player], clock: float) -> int:
         """How many iterations it has before anybody else is more urgent or gets ready: they are played as one."""

@@ -4,7 +4,7 @@ admission plays them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Generic, NamedTuple
@@ -21,12 +21,9 @@ from dovetail.policy.parts import (
     is_unhurried,
     least_s,
     part_limit_s,
-    saves,
-    together_s,
-    tokens_within,
+    tokens_together,
 )
 from dovetail.policy.rounds import (
-    LEAST_SINGLES,
     SMOOTH_LIMIT,
     may_compute,
     next_to_answer,
@@ -266,26 +263,23 @@ def _of_parts(device: DeviceSnapshot[LaneT], lane: LaneT, seconds: float, now: f
 
 def _shares(device: DeviceSnapshot[LaneT], lane: LaneT, seconds: float, now: float) -> tuple[Share, ...]:
     """Of its first prompt, and of those behind it that had better come along, unless it were late by that."""
-    first, latency = lane.waiting[0], lane.hosting.latency
-    seconds /= lane.overestimate
-    fewest = _fewest_tokens(device, lane)
-    tokens = tokens_within(latency, first.start, first.uncomputed_tokens, seconds, fewest)
-    shares = [Share(first, first.start, tokens)]
-    if not device.rule.packs_prompts or tokens < first.uncomputed_tokens:
-        return tuple(shares)
-    if fewest < FEWEST_TOKENS:
-        seconds = min(seconds, LEAST_SINGLES * latency.prefill_s(fewest))
-    alone_s = latency.prefill_s(tokens)
-    seconds = together_s(seconds, alone_s, (first.due_s - now) / lane.overestimate)
-    for work in lane.waiting[1:MOST_PROMPTS]:
-        more = work.uncomputed_tokens
-        if not saves(latency, tokens, more) or latency.prefill_s(tokens + more) > seconds:
-            break
-        if lane.is_short(*[share.work.pending_tokens + 1 for share in shares], work.pending_tokens + 1):
-            break
-        shares.append(Share(work, work.start, more))
-        tokens += more
-    return tuple(shares)
+    first, scale = lane.waiting[0], lane.overestimate
+    others = _that_fit(lane) if device.rule.packs_prompts else iter(())
+    left_s, fewest = (first.due_s - now) / scale, _fewest_tokens(device, lane)
+    more = (work.uncomputed_tokens for work in others)
+    start, pending = first.start, first.uncomputed_tokens
+    tokens = tokens_together(lane.hosting.latency, start, pending, more, seconds / scale, left_s, fewest)
+    return tuple(Share(work, work.start, count) for work, count in zip(lane.waiting, tokens, strict=False))
+
+
+def _that_fit(lane: Lane) -> Iterator[Work]:
+    """Who waits behind the first, as long as the pool has room for one more with those before."""
+    needs = [lane.waiting[0].pending_tokens + 1]
+    for work in islice(lane.waiting, 1, MOST_PROMPTS):
+        needs.append(work.pending_tokens + 1)
+        if lane.is_short(*needs):
+            return
+        yield work
 
 
 def _fewest_tokens(device: DeviceSnapshot[LaneT], lane: LaneT) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.policy.compositions import KINDS, SERVED, Composition, parsed
-from dovetail.policy.consolidate import Consolidating
+from dovetail.policy.consolidate import Consolidating, ConsolidatingOnBoth
 from dovetail.policy.displace import Migrating
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.lateness import ServeLate
@@ -128,7 +128,7 @@ STRATEGIES: dict[str, dict[str, type[Any]]] = {
     for kind, classes in (
         ("turns", (TurnParameters,)),
         ("admission", (AdmissionParameters,)),
-        ("instances", (Consolidating, Spreading, RoundRobin)),
+        ("instances", (Consolidating, ConsolidatingOnBoth, Spreading, RoundRobin)),
         ("starts", (SoonestStart, SoonestOnly, Packing, SpreadStart, RandomStart)),
         ("making_way", (Migrating, Evicting, Staying)),
         ("sharing", (OneOfEach, Unlimited, Slots, Alone, StaticShares)),
