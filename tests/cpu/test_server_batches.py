@@ -242,6 +242,17 @@ def test_cancelling_keeps_what_is_answered(client: openai.OpenAI) -> None:
         client.batches.cancel(created.id)
 
 
+def test_a_batch_is_cancelled_whenever_the_cancel_comes(client: openai.OpenAI) -> None:
+    """Also in the moment in which its check ends."""
+    lines = [completion(number, max_tokens=60) for number in range(300)]
+    file = upload(client, text_of(lines))
+    for step in range(40):
+        batch = client.batches.create(input_file_id=file, endpoint="/v1/completions", completion_window="24h")
+        time.sleep(0.002 * step)
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        assert ended(client, batch.id).status == "cancelled", step
+
+
 def test_a_batch_that_is_not_done_in_time_expires(client: openai.OpenAI) -> None:
     created = submit(client, [completion(number, max_tokens=100) for number in range(3000)], completion_window="5s")
     batch = ended(client, created.id)

@@ -58,6 +58,7 @@ class BatchRunner:
         self._lives: dict[str, asyncio.Task[None]] = {}  # by batch
         self._loops: list[asyncio.Task[None]] = []
         self._swept_s = float("-inf")
+        self._changing = asyncio.Lock()
 
     def start(self, app: ASGIApp) -> None:
         """Goes on with what the last server left."""
@@ -82,11 +83,9 @@ class BatchRunner:
         self._begin(batch)
 
     async def cancel(self, batch: Batch) -> Batch:
-        cancelled = job.cancel(batch, int(time.time()))
-        if cancelled is not batch:
-            await self.store.put(cancelled)
-            self._stop(batch.id)
-        return self.store.batches[batch.id]
+        cancelled = await self._change(batch.id, lambda batch: job.cancel(batch, int(time.time())))
+        self._stop(batch.id)
+        return cancelled
 
     def counts_of(self, batch: Batch) -> Counts:
         running = self._lines.running.get(batch.id)
@@ -143,17 +142,18 @@ class BatchRunner:
             del self._checks[batch_id]
         if check.cancelled():  # as the batch was
             return
-        report = check.result()
-        problems = report.problems
-        batch = self.store.batches[batch_id]  # it may have been cancelled meanwhile
-        if batch.status != "validating":
-            return
-        now = int(time.time())
-        if problems:
-            await self._put(job.fail(batch, problems, now))
-            logger.info("%s failed: %s", batch_id, problems[0].message)
-        else:
-            await self._put(job.begin(batch, report.total, report.models, now))
+        report, now = check.result(), int(time.time())
+
+        def checked(batch: Batch) -> Batch:
+            if batch.status != "validating":  # it was cancelled meanwhile
+                return batch
+            if report.problems:
+                return job.fail(batch, report.problems, now)
+            return job.begin(batch, report.total, report.models, now)
+
+        batch = await self._change_when_possible(batch_id, checked)
+        if batch.status == "failed":
+            logger.info("%s failed: %s", batch_id, report.problems[0].message)
 
     async def _report_of(self, batch: Batch) -> Report:
         while True:
@@ -214,22 +214,36 @@ class BatchRunner:
 
     async def _close(self, running: RunningBatch) -> None:
         """Every line is in one of its files, and the files are offered."""
-        batch = self.store.batches[running.batch.id]
-        now = int(time.time())
-        if batch.status == "in_progress":
-            batch = job.finalize(batch, now)
-            await self._put(batch)
+        now, batch_id = int(time.time()), running.batch.id
+        batch = await self._change_when_possible(
+            batch_id, lambda batch: job.finalize(batch, now) if batch.status == "in_progress" else batch
+        )
         running.batch = batch
         code = EXPIRED if batch.ends_as == "expired" else CANCELLED
         await running.close_lines(code, _REASONS[code])
         batch = job.finish(batch, running.counts, running.usage, int(time.time()))
-        await self._until_written(batch.id, lambda: self.store.offer(*_result_files(batch, running)))
-        await self._put(batch)
-        await self._until_written(batch.id, lambda: self.store.drop_work(batch))
+        await self._until_written(batch_id, lambda: self.store.offer(*_result_files(batch, running)))
+        await self._change_when_possible(batch_id, lambda _: batch)
+        await self._until_written(batch_id, lambda: self.store.drop_work(batch))
         logger.info("%s %s: %s", batch.id, batch.status, batch.counts)
 
-    async def _put(self, batch: Batch) -> None:
-        await self._until_written(batch.id, lambda: self.store.put(batch))
+    async def _change(self, batch_id: str, change: Callable[[Batch], Batch]) -> Batch:
+        """No other change comes between reading the record and writing it. Raises Overloaded: it is as it was."""
+        async with self._changing:
+            before = self.store.batches[batch_id]
+            after = change(before)
+            if after is not before:
+                await self.store.put(after)
+            return after
+
+    async def _change_when_possible(self, batch_id: str, change: Callable[[Batch], Batch]) -> Batch:
+        changed: list[Batch] = []
+
+        async def write() -> None:
+            changed.append(await self._change(batch_id, change))
+
+        await self._until_written(batch_id, write)
+        return changed[0]
 
     async def _until_written(self, id: str, write: Callable[[], Awaitable[None]]) -> None:
         """What concerns this batch or file."""
@@ -255,7 +269,7 @@ class BatchRunner:
             await asyncio.sleep(1.0)
             for batch in list(self.store.batches.values()):
                 if job.is_late(batch, time.time()):
-                    await self._put(job.expire(batch, int(time.time())))
+                    await self._change_when_possible(batch.id, _expired)
                     self._stop(batch.id)
             if time.monotonic() > self._swept_s + _SWEEP_S:
                 self._swept_s = time.monotonic()
@@ -280,6 +294,12 @@ class BatchRunner:
         for status in get_args(Status):
             metrics.batches.labels(status).set(statuses[status])
         metrics.batch_storage.set(self.store.used_bytes())
+
+
+def _expired(batch: Batch) -> Batch:
+    """Unless it has ended since."""
+    now = int(time.time())
+    return job.expire(batch, now) if job.is_late(batch, now) else batch
 
 
 def _result_files(batch: Batch, running: RunningBatch) -> list[StoredFile]:
