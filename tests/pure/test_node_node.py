@@ -214,6 +214,15 @@ def test_a_node_refuses_for_want_of_memory_slots_or_time() -> None:
     assert make_node().start(make_work(model="unknown"), 0.0) is Refusal.HARDWARE
 
 
+def test_a_pace_that_an_empty_node_cannot_promise_is_not_waited_for() -> None:
+    """Its decode takes less than the pace, but not what admission takes it for: later it would be no faster."""
+    slow = make_hosting(decode_s=0.245)
+    assert make_node(hosting=slow).start(make_work(tpot_s=0.25), 0.0) is Refusal.HARDWARE
+    beside = make_node(hosting=make_hosting(decode_s=0.13))
+    assert isinstance(beside.start(make_work(0, "a"), 0.0), int)
+    assert beside.start(make_work(1, "b"), 0.0) is Refusal.DECODE_OVERCOMMITTED
+
+
 def test_a_concurrency_limit_ignores_deadlines() -> None:
     composition = SLINFER.having(sharing=StaticShares())
     node = make_node(composition=composition)

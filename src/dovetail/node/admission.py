@@ -85,7 +85,10 @@ class Admitter:
         grant = self._memory_for_start(hosting, work)
         if isinstance(grant, Refusal):
             return grant
-        return self.timing.refuses(None, work, free_at_s, grant.kv_tokens) or grant
+        refusal = self.timing.refuses(None, work, free_at_s, grant.kv_tokens)
+        if refusal is Refusal.DECODE_OVERCOMMITTED and not self._instances:
+            return Refusal.HARDWARE  # alone it is too slow already, with what predictions are taken for longer
+        return refusal or grant
 
     def _join_best_effort(self, instance: Instance, work: Work) -> Grant | Refusal:
         """It takes turns that nobody else wants, so that only memory counts, and there it displaces nobody."""
