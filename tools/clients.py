@@ -21,7 +21,7 @@ from typing import Any
 
 CHECKS = Path(__file__).resolve().parent / "client_checks"
 SCRIPTED = CHECKS.parent / "scripted_server.py"
-AREAS = ("chat", "stream", "tools", "structured output", "embeddings")
+AREAS = ("chat", "stream", "tools", "structured output", "embeddings", "batch")
 MODEL = "smollm2-135m-instruct"
 
 

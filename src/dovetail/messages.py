@@ -194,6 +194,7 @@ class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
     tokens: int
     traced: tuple[str, ...] = ()  # requests in it whose turns are traced
+    is_best_effort: bool = False  # nobody waits for any of its requests
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):

@@ -7,6 +7,7 @@ At 1440 and 390 pixels; with --all also in the dark, and of every view.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -26,11 +27,19 @@ QUESTION = "Write a short Python function that adds two numbers, in a code block
 READY = {
     "chat": "document.querySelectorAll('.said').length === 2",
     "models": "document.querySelectorAll('#table tr').length === 2",
+    "batches": "document.querySelectorAll('#batch-table tr').length === 2",
     "turns": "!!document.querySelector('.device canvas')?.hasAttribute('aria-label')",
     "api": "document.querySelectorAll('#api .index button').length > 3",
     "connect": "document.querySelectorAll('#connect .index button').length > 3",
 }
-FOR_DOCS = {("chat", "light"), ("models", "light"), ("turns", "light"), ("chat", "dark"), ("connect", "light")}
+FOR_DOCS = {
+    ("chat", "light"),
+    ("models", "light"),
+    ("batches", "light"),
+    ("turns", "light"),
+    ("chat", "dark"),
+    ("connect", "light"),
+}
 
 
 def main(folder: Path, *, is_all: bool) -> None:
@@ -40,7 +49,7 @@ def main(folder: Path, *, is_all: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="page-pictures-") as scratch:
         save_tiny("qwen3", Path(scratch) / "tiny-qwen3")
         with (
-            running_server(MODEL, Path(scratch) / "tiny-qwen3") as server,
+            running_server("--config", config_in(Path(scratch))) as server,
             running_browser(browser, Path(scratch) / "profile") as running,
         ):
             command = [*COMMAND, "open", "--url", server.url]
@@ -49,6 +58,8 @@ def main(folder: Path, *, is_all: bool) -> None:
             page.wait("document.querySelector('#model')?.options.length === 2")
             busy = [threading.Thread(target=work, args=(server, name)) for name in (MODEL, "tiny-qwen3")]
             ask(page)
+            submit(server, 4)
+            submit(server, 3000)
             for thread in busy:
                 thread.start()
             for thread in busy:
@@ -64,6 +75,13 @@ def main(folder: Path, *, is_all: bool) -> None:
                     page.screenshot(folder / f"console-{view}-{width}{suffix}.png")
 
 
+def config_in(folder: Path) -> Path:
+    file = folder / "dovetail.yaml"
+    models = {MODEL: {"source": MODEL}, "tiny-qwen3": {"source": str(folder / "tiny-qwen3")}}
+    file.write_text(json.dumps({"models": models, "batch": {"folder": str(folder / "batches")}}))
+    return file
+
+
 def ask(page: Page) -> None:
     page.js(f"document.querySelector('#model').value = '{MODEL}'")
     page.js(f"document.querySelector('#prompt').value = {QUESTION!r}")
@@ -76,6 +94,16 @@ def show(page: Page, view: str) -> None:
     page.wait(f"!document.getElementById('{view}').hidden && {READY[view]}")
     page.js("new Promise((done) => setTimeout(done, 1500))")
     page.js("document.querySelector('.scroller') && (document.querySelector('.scroller').scrollTop = 0)")
+
+
+def submit(server: Server, count: int) -> None:
+    """A batch, which shows in its view and between the requests of others."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Name a city."}], "max_tokens": 32}
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    text = "".join(json.dumps(line | {"custom_id": str(number)}) + "\n" for number in range(count))
+    client = server.client()
+    file = client.files.create(file=("lines.jsonl", text.encode()), purpose="batch")
+    client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
 
 
 def work(server: Server, model: str) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ WIDTHS = {1440: 900, 390: 844}
 MCP_SERVER = Path(__file__).parents[1] / "pure" / "mcp_server.py"
 SCRIPTED = Path(__file__).parents[2] / "tools" / "scripted_server.py"
 COST = Path(__file__).parents[2] / "docs" / "measurements" / "abuse.md"
-VIEWS = ("chat", "models", "turns", "api", "connect")
+VIEWS = ("chat", "models", "batches", "turns", "api", "connect")
 
 
 @pytest.fixture(scope="module")
 def server(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = tmp_path_factory.mktemp("config") / "dovetail.yaml"
     config.write_text(f"""
+batch: {{folder: {config.parent / "batches"}}}
 models:
   llama: {{source: {tiny_folder("llama")}, keep_alive: -1, preload: true}}
   qwen3: {{source: {tiny_folder("qwen3")}, keep_alive: -1}}
@@ -425,6 +427,86 @@ def test_without_the_token_the_page_says_how_to_get_it(page: Page, server: Serve
     page.wait("document.querySelector('tr[data-model=llama] .error')?.textContent.includes('dovetail open')")
     assert server.url in page.js("document.querySelector('tr[data-model=llama] .error').textContent")
     page.js(f"sessionStorage.setItem('key', '{key}')")
+
+
+def batch_lines(count: int, max_tokens: int) -> str:
+    body = {"model": "llama", "prompt": "a", "max_tokens": max_tokens, "ignore_eos": True}
+    lines = ({"custom_id": str(at), "method": "POST", "url": "/v1/completions", "body": body} for at in range(count))
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def submit_batch(page: Page, text: str) -> str:
+    """By the form; returns its id."""
+    before = page.js("document.querySelectorAll('#batch-table tr').length")
+    page.js(
+        "(() => { const chosen = new DataTransfer(); "
+        f"chosen.items.add(new File([{json.dumps(text)}], 'lines.jsonl')); "
+        "document.querySelector('#batch-file').files = chosen.files; "
+        "document.querySelector('#submit-batch').requestSubmit(); })()"
+    )
+    page.wait(f"document.querySelectorAll('#batch-table tr').length === {before + 1}")
+    found: str = page.js("document.querySelector('#batch-table tr').dataset.batch")
+    return found
+
+
+def status_of(batch: str) -> str:
+    return f"document.querySelector('tr[data-batch={batch}]')?.dataset.status"
+
+
+def test_a_batch_is_sent_watched_cancelled_and_fetched(page: Page) -> None:
+    view(page, "batches")
+    assert page.js("document.querySelector('nav a.here').textContent") == "Batches"
+    page.js("document.querySelector('#batches .hint').textContent")
+    batch = submit_batch(page, batch_lines(3000, 60))
+    row = f"document.querySelector('tr[data-batch={batch}]')"
+    page.wait(f"{row}.querySelector('progress')?.value > 0")
+    assert "of 3000" in page.js(f"{row}.textContent")
+    press(page, "Cancel", row)
+    page.wait(f"{status_of(batch)} === 'cancelled'")
+    assert page.js(f"[...{row}.querySelectorAll('button')].map((one) => one.textContent)") == ["Answers", "Errors"]
+    small = submit_batch(page, batch_lines(3, 2))
+    page.wait(f"{status_of(small)} === 'completed'")
+    page.js("URL.createObjectURL = (blob) => { window.fetched = blob.text(); return 'blob:x'; }")
+    press(page, "Answers", f"document.querySelector('tr[data-batch={small}]')")
+    page.wait("!!window.fetched")
+    answers = page.js("window.fetched").splitlines()
+    assert {json.loads(line)["custom_id"] for line in answers} == {"0", "1", "2"}
+
+
+def test_what_is_wrong_with_a_file_is_told_beside_its_batch(page: Page) -> None:
+    view(page, "batches")
+    batch = submit_batch(page, batch_lines(1, 2) + "{}\n")
+    page.wait(f"{status_of(batch)} === 'failed'")
+    assert "Line 2: the line needs custom_id" in page.js(
+        f"document.querySelector('tr[data-batch={batch}]').textContent"
+    )
+
+
+def test_best_effort_is_striped_in_the_picture_and_the_legend_says_so(page: Page) -> None:
+    cell = {"turns": 1, "held_s": {"m": 0.06}}
+    waited_for, best_effort = (
+        cell | {"cell": 990, "best_effort_s": {}},
+        cell | {"cell": 991, "best_effort_s": {"m": 0.06}},
+    )
+    news = {
+        "now_s": 60.0, "window_s": 60, "cell_s": 0.06,
+        "nodes": [{"node": "n", "cells": [waited_for, best_effort], "memory": []}],
+    }  # fmt: skip
+    drawn = page.js(
+        "(async () => { const { drawTurns, forgetTurns } = await import('/ui/turns.js'); forgetTurns(); "
+        "const devices = document.createElement('div'), legend = document.createElement('div'); "
+        f"drawTurns(devices, legend, {json.dumps(news)}); "
+        "const canvas = devices.querySelector('canvas'); "
+        "const column = (left) => [...canvas.getContext('2d').getImageData(left, 0, 1, 60 * devicePixelRatio).data]"
+        ".filter((_, at) => at % 4 === 3).map(Number); "
+        "const found = { legend: legend.textContent, plain: column(989), striped: column(990) }; "
+        "forgetTurns(); return found; })()"
+    )
+    assert "best effort" in drawn["legend"]
+    assert not 0 < sum(value > 0 for value in drawn["plain"]) < 50
+    changes = sum((early > 0) != (late > 0) for early, late in pairwise(drawn["striped"]))
+    assert changes >= 10, "no stripes"
+    assert sum((early > 0) != (late > 0) for early, late in pairwise(drawn["plain"])) <= 2
 
 
 def test_the_picture_shows_who_held_the_device(page: Page, server: Server) -> None:

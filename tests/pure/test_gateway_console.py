@@ -58,12 +58,24 @@ def test_shares_of_cells_hold_what_the_turns_held() -> None:
         (7998, 0, {"a": 0.03125}),
     ]
     assert node.memory == watch.history().nodes[0].memory
+    assert not any(cell.best_effort_s for cell in node.cells)
     now += 1
     watch.observe("cpu-0", stats(TurnSpan("b", 999.8, 0.03, 1)))
     (news,) = watch.shares(480, after=shares.now_s).nodes
     assert [(cell.cell, cell.turns, cell.held_s) for cell in news.cells] == [(7998, 1, {"b": 0.03})]
     now += WINDOW_S
     assert watch.shares(480).nodes[0].cells == []
+
+
+def test_what_best_effort_held_is_told_apart() -> None:
+    watch = TurnWatch(lambda: 1000.0)
+    watch.observe("cpu-0", stats(TurnSpan("a", 999.01, 0.02, 1), TurnSpan("a", 999.04, 0.2, 8, is_best_effort=True)))
+    (node,) = watch.shares(num_cells=480).nodes
+    assert [(cell.held_s, cell.best_effort_s) for cell in node.cells] == [
+        ({"a": 0.105}, {"a": 0.085}),
+        ({"a": 0.115}, {"a": 0.115}),
+    ]
+    assert [turn.best_effort for turn in watch.history().nodes[0].turns] == [False, True]
 
 
 def test_files_are_sent_once_and_compressed(tmp_path: Path) -> None:

@@ -5,7 +5,22 @@ from __future__ import annotations
 import json
 
 import litellm
-from common import CITY_SCHEMA, MODEL, QUESTION, TEXTS, TOOL, URL, WANTED, check, check_call, check_vectors, run
+from common import (
+    CITY_SCHEMA,
+    MODEL,
+    QUESTION,
+    TEXTS,
+    TOOL,
+    URL,
+    WANTED,
+    batch_lines,
+    check,
+    check_answers,
+    check_call,
+    check_vectors,
+    ended,
+    run,
+)
 
 OPTIONS = {
     "model": f"openai/{MODEL}",
@@ -60,6 +75,33 @@ def rerank() -> None:
         model=f"hosted_vllm/{MODEL}", query=TEXTS[0], documents=TEXTS[:2], api_base=URL, api_key="none"
     )
     assert answer.results[0]["index"] == 0
+
+
+BATCHES = {"custom_llm_provider": "openai", "api_base": f"{URL}/v1", "api_key": "none"}
+
+
+def submit(count: int) -> str:
+    file = litellm.create_file(file=("lines.jsonl", batch_lines(count)), purpose="batch", **BATCHES)
+    batch = litellm.create_batch(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", **BATCHES
+    )
+    assert batch.id in {one.id for one in litellm.list_batches(limit=1, **BATCHES).data}
+    return str(batch.id)
+
+
+@check("batch")
+def batch() -> None:
+    batch_id = submit(5)
+    found = ended(lambda: litellm.retrieve_batch(batch_id=batch_id, **BATCHES))
+    assert (found.status, found.request_counts.completed) == ("completed", 5), found
+    check_answers(litellm.file_content(file_id=found.output_file_id, **BATCHES).text, 5)
+
+
+@check("batch")
+def batch_cancelled() -> None:
+    batch_id = submit(400)
+    litellm.cancel_batch(batch_id=batch_id, **BATCHES)
+    assert ended(lambda: litellm.retrieve_batch(batch_id=batch_id, **BATCHES)).status == "cancelled"
 
 
 run("litellm")

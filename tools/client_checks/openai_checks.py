@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import json
 
-from common import MODEL, QUESTION, TEXTS, TOOL, URL, WANTED, check, check_call, check_vectors, run
+from common import (
+    MODEL,
+    QUESTION,
+    TEXTS,
+    TOOL,
+    URL,
+    WANTED,
+    batch_lines,
+    check,
+    check_answers,
+    check_call,
+    check_vectors,
+    ended,
+    run,
+    too_long_line,
+)
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
@@ -109,6 +124,52 @@ def embeddings() -> None:
         data = client.embeddings.create(model=MODEL, input=TEXTS, **options).data
         if form != "base64":
             check_vectors([item.embedding for item in data])
+
+
+def submit(content: bytes) -> str:
+    file = client.files.create(file=("lines.jsonl", content), purpose="batch")
+    assert client.files.retrieve(file.id).bytes == len(content)
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"for": "a check"}
+    )
+    assert batch.id in {one.id for one in client.batches.list(limit=1)}
+    return batch.id
+
+
+@check("batch")
+def batch_with_outputs_and_errors() -> None:
+    batch_id = submit(batch_lines(5) + too_long_line())
+    batch = ended(lambda: client.batches.retrieve(batch_id))
+    counts = batch.request_counts
+    assert (batch.status, counts.total, counts.completed, counts.failed) == ("completed", 6, 5, 1), batch
+    check_answers(client.files.content(batch.output_file_id).text, 5)
+    [wrong] = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
+    assert (wrong["custom_id"], wrong["response"]["status_code"]) == ("too-long", 400)
+    for file in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+        assert client.files.delete(file).deleted
+
+
+@check("batch")
+def batch_cancelled() -> None:
+    batch_id = submit(batch_lines(400))
+    assert client.batches.cancel(batch_id).status in ("cancelling", "cancelled")
+    batch = ended(lambda: client.batches.retrieve(batch_id))
+    assert batch.status == "cancelled", batch
+    assert batch.request_counts.completed < 400
+
+
+@check("batch")
+def batch_with_a_wrong_line() -> None:
+    batch_id = submit(batch_lines(2) + b"{}\n")
+    batch = ended(lambda: client.batches.retrieve(batch_id))
+    assert batch.status == "failed", batch
+    assert [problem.line for problem in batch.errors.data] == [3]
+
+
+@check("chat")
+def service_tiers() -> None:
+    for asked, had in (("auto", "default"), ("priority", "default"), ("flex", "flex")):
+        assert client.chat.completions.create(**OPTIONS, service_tier=asked).service_tier == had
 
 
 run("openai")

@@ -12,7 +12,7 @@ import typer
 from dovetail.cli.ps import DEFAULT_URL, Url, ask, key_header
 from dovetail.errors import ConfigError, DovetailError
 
-VIEWS = ("chat", "models", "turns", "api", "connect")
+VIEWS = ("chat", "models", "batches", "turns", "api", "connect")
 _POLL_S = 0.5
 
 

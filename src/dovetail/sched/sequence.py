@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dovetail.sched.blocks import ROOT_KEY, PrefixKey
-from dovetail.types import ISOLATED_TOKENS, Request, SamplingParams
+from dovetail.types import ISOLATED_TOKENS, Request, SamplingParams, ServiceClass
 
 _MASK = (1 << 64) - 1
 
@@ -48,6 +48,7 @@ class Sequence:
     alone_below: int = 0  # with fewer tokens than this it shares no iteration
     is_held: bool = False  # it runs elsewhere still: everything but its last token is computed, and nothing is sampled
     is_traced: bool = False  # its turns are told one by one
+    is_best_effort: bool = False
     speculates: bool = True  # it may have drafts
     prediction: tuple[int, ...] = ()  # what its answer may be like
     aborted: bool = False  # gone while its turn was running; its blocks are freed when the turn is complete
@@ -92,6 +93,7 @@ def sequences_of(request: Request, first_id: int) -> list[Sequence]:
                 adapter=request.adapter.key if request.adapter is not None else "",
                 root=_root_of(request),
                 is_traced=request.traced,
+                is_best_effort=request.service_class is ServiceClass.BEST_EFFORT,
                 speculates=request.speculates,
                 prediction=request.prediction,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ class TurnRecord(BaseModel):
     ago_s: float = Field(description="since it began")
     seconds: float
     tokens: int
+    best_effort: bool = Field(default=False, description="nobody waited for any of its requests")
 
 
 class MemoryRecord(BaseModel):
@@ -45,6 +46,7 @@ class CellRecord(BaseModel):
     cell: int = Field(description="from `cell` to `cell` + 1 times `cell_s`, by the server's clock")
     turns: int = Field(description="that began in it")
     held_s: dict[str, float] = Field(description="of the cell, by model")
+    best_effort_s: dict[str, float] = Field(description="of these, by iterations of best effort alone")
 
 
 class NodeShares(NodeMemory):
@@ -110,7 +112,11 @@ class TurnWatch:
             node=name,
             turns=[
                 TurnRecord(
-                    model=span.model, ago_s=round(now - span.started_s, 4), seconds=span.seconds, tokens=span.tokens
+                    model=span.model,
+                    ago_s=round(now - span.started_s, 4),
+                    seconds=span.seconds,
+                    tokens=span.tokens,
+                    best_effort=span.is_best_effort,
                 )
                 for span in new
             ],
@@ -131,16 +137,32 @@ def _memory(history: _NodeHistory, now: float, after: float) -> list[MemoryRecor
 def _spread(spans: Iterable[TurnSpan], cell_s: float) -> list[CellRecord]:
     turns: dict[int, int] = {}
     held: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    best_effort: defaultdict[int, dict[str, float]] = defaultdict(dict)
     for span in spans:
-        model, at, end = span.model, span.started_s, span.started_s + span.seconds
-        first, last = int(at // cell_s), int(end // cell_s)
+        first = int(span.started_s // cell_s)
         turns[first] = turns.get(first, 0) + 1
-        for cell in range(first, last):
-            next_at = (cell + 1) * cell_s
-            held[cell][model] = held[cell].get(model, 0.0) + next_at - at
-            at = next_at
-        held[last][model] = held[last].get(model, 0.0) + end - at
-    return [CellRecord(cell=cell, turns=turns.get(cell, 0), held_s=_rounded(held[cell])) for cell in sorted(held)]
+        for cell, seconds in _cells_of(span, cell_s):
+            for shares in (held, best_effort) if span.is_best_effort else (held,):
+                shares[cell][span.model] = shares[cell].get(span.model, 0.0) + seconds
+    return [
+        CellRecord(
+            cell=cell,
+            turns=turns.get(cell, 0),
+            held_s=_rounded(held[cell]),
+            best_effort_s=_rounded(best_effort.get(cell, {})),
+        )
+        for cell in sorted(held)
+    ]
+
+
+def _cells_of(span: TurnSpan, cell_s: float) -> Iterator[tuple[int, float]]:
+    """Seconds of it in each."""
+    at, end = span.started_s, span.started_s + span.seconds
+    last = int(end // cell_s)
+    for cell in range(int(at // cell_s), last):
+        yield cell, (cell + 1) * cell_s - at
+        at = (cell + 1) * cell_s
+    yield last, end - at
 
 
 def _rounded(held_s: Mapping[str, float]) -> dict[str, float]:

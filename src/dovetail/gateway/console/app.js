@@ -5,6 +5,7 @@ import { key, problem, redeem, setKey } from "./server.js";
 const VIEWS = {
   chat: () => import("./chat.js"),
   models: () => import("./models.js"),
+  batches: () => import("./batches.js"),
   turns: () => import("./timeline.js"),
   api: () => import("./api.js"),
   connect: () => import("./connect.js"),

@@ -1,11 +1,13 @@
 // The picture of the last minute: per device a lane of turns coloured by model, and under it each model's KV memory.
 // The minute is cut into as many cells as the picture has columns. A turn that is longer than a cell fills columns of its
-// own; shorter ones share a column, each model by the time that it held the device. What has been drawn is moved to the
+// own; shorter ones share a column, each model by the time that it held the device. Iterations of best effort alone are
+// striped, above the others. What has been drawn is moved to the
 // left and the news are drawn at the right, because drawing all of it anew costs ten times as much; while nothing
 // happens and nothing is left to move, nothing is drawn.
 
 const COLOURS = ["#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#ec4899", "#14b8a6", "#a16207"];
 const HEIGHT = 140, TURNS = 60;
+const STRIPE = 3; // lines of best effort that are drawn, and between them those that are not
 const colours = new Map(); // by model
 const lanes = new Map(); // by node
 
@@ -44,15 +46,16 @@ export function drawTurns(devices, legend, news) {
     lanes.get(node.node).take(node, news);
   }
   const models = new Set([...lanes.values()].flatMap((lane) => [...lane.seen.keys()]));
-  showLegend(legend, [...models]);
+  const has_best_effort = [...lanes.values()].some((lane) => lane.best_effort_cells);
+  showLegend(legend, [...models], has_best_effort);
   return news.nodes.some(({ cells, memory }) => cells.length || memory.length);
 }
 
-function showLegend(legend, models) {
-  const shown = models.join(" ");
+function showLegend(legend, models, has_best_effort) {
+  const shown = [...models, has_best_effort].join(" ");
   if (legend.dataset.shown === shown && legend.childNodes.length) return;
   legend.dataset.shown = shown;
-  legend.replaceChildren(...models.map(entry));
+  legend.replaceChildren(...models.map(entry), ...(has_best_effort ? [stripes()] : []));
   if (!models.length) legend.textContent = "Nothing has run during the last minute.";
 }
 
@@ -63,6 +66,13 @@ function entry(model) {
   return node;
 }
 
+function stripes() {
+  const node = document.createElement("span"), mark = document.createElement("i");
+  mark.className = "striped";
+  node.append(mark, "striped: best effort alone");
+  return node;
+}
+
 function make(parent, kind, name) {
   const node = document.createElement(kind);
   node.className = name;
@@ -70,10 +80,19 @@ function make(parent, kind, name) {
   return node;
 }
 
+// The same lines in every column, so that columns beside each other make stripes.
+function striped(pen, left, top, bottom) {
+  for (let line = Math.floor(top / (2 * STRIPE)) * 2 * STRIPE; line < bottom; line += 2 * STRIPE) {
+    const first = Math.max(line, top), last = Math.min(line + STRIPE, bottom);
+    if (last > first) pen.fillRect(left, first, 1, last - first);
+  }
+}
+
 class Lane {
   constructor(devices, name) {
     this.name = name;
-    this.cells = new Map(); // by number: {turns, held_s by model}
+    this.cells = new Map(); // by number: {turns, held_s by model, best_effort_s of these}
+    this.best_effort_cells = 0; // with any of it
     this.memory = []; // {at, kv}: `at` by the server's clock
     this.seen = new Map(); // of each model, how often it is in both
     this.node = make(devices, "div", "device");
@@ -96,19 +115,22 @@ class Lane {
   }
 
   forget(before, before_s) {
-    for (const [number, { held_s }] of this.cells) {
+    for (const [number, { held_s, best_effort_s }] of this.cells) {
       if (number >= before) continue;
       this.cells.delete(number);
+      if (Object.keys(best_effort_s).length) this.best_effort_cells -= 1;
       Object.keys(held_s).forEach((model) => this.count(model, -1));
     }
     while (this.memory.length && this.memory[0].at < before_s)
       Object.keys(this.memory.shift().kv).forEach((model) => this.count(model, -1));
   }
 
-  add({ cell, turns, held_s }) {
-    if (!this.cells.has(cell)) this.cells.set(cell, { turns: 0, held_s: {} });
-    const known = this.cells.get(cell);
+  add({ cell, turns, held_s, best_effort_s }) {
+    if (!this.cells.has(cell)) this.cells.set(cell, { turns: 0, held_s: {}, best_effort_s: {} });
+    const known = this.cells.get(cell), had_best_effort = Object.keys(known.best_effort_s).length > 0;
     known.turns += turns;
+    for (const [model, seconds] of Object.entries(best_effort_s)) known.best_effort_s[model] = (known.best_effort_s[model] || 0) + seconds;
+    if (!had_best_effort && Object.keys(known.best_effort_s).length) this.best_effort_cells += 1;
     for (const [model, seconds] of Object.entries(held_s)) {
       if (!(model in known.held_s)) this.count(model, 1);
       known.held_s[model] = (known.held_s[model] || 0) + seconds;
@@ -154,15 +176,20 @@ class Lane {
   drawCells(numbers, cell_s) {
     const whole = TURNS - 8;
     for (const number of numbers) {
-      const left = this.canvas.width - 1 - this.edge + number, { held_s } = this.cells.get(number) ?? { held_s: {} };
+      const left = this.canvas.width - 1 - this.edge + number;
+      const { held_s, best_effort_s } = this.cells.get(number) ?? { held_s: {}, best_effort_s: {} };
       let bottom = whole + 4;
       this.pen.clearRect(left, 4, 1, whole);
-      for (const model of Object.keys(held_s).sort()) {
-        const height = Math.min(whole * (held_s[model] / cell_s), bottom - 4);
+      const fill = (model, seconds, is_striped) => {
+        const top = bottom - Math.min(whole * (seconds / cell_s), bottom - 4);
         this.pen.fillStyle = colour(model);
-        this.pen.fillRect(left, bottom - height, 1, height);
-        bottom -= height;
-      }
+        if (is_striped) striped(this.pen, left, top, bottom);
+        else this.pen.fillRect(left, top, 1, bottom - top);
+        bottom = top;
+      };
+      const models = Object.keys(held_s).sort();
+      for (const model of models) fill(model, held_s[model] - (best_effort_s[model] || 0), false);
+      for (const model of models) fill(model, best_effort_s[model] || 0, true);
     }
   }
 
