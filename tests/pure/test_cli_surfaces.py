@@ -195,7 +195,7 @@ def test_open_shows_the_view_that_was_asked_for_and_says_where_without_a_browser
     told = capsys.readouterr()
     assert told.out.strip() == opened[0]
     assert "no browser" in told.err
-    with pytest.raises(ConfigError, match="chat, models, turns, api, connect"):
+    with pytest.raises(ConfigError, match="chat, models, batches, turns, api, connect"):
         visit.open_page("model", "http://127.0.0.1:9/")
 
 
