@@ -10,6 +10,7 @@ in float32; weights are rounded to the cache's type for the product with the val
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -169,6 +170,45 @@ def decode(
         )  # fmt: skip
 
 
+@triton.jit
+def _read_keys(
+    query, at, table, start, last, positions, columns, block_stride, value_offset, token_stride, scale, softcap, window,
+    largest, total, sums,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALL_SEEN: tl.constexpr,
+):  # fmt: skip
+    """One step of a tile of queries; with ALL_SEEN every key is there and seen by all of them."""
+    keys = start + tl.arange(0, BLOCK_N)
+    if ALL_SEEN:
+        block = tl.load(table + keys // PAGE).to(tl.int64)
+    else:
+        block = tl.load(table + keys // PAGE, mask=keys < last, other=0).to(tl.int64)
+    key_at = (at + block * block_stride + (keys % PAGE) * token_stride)[:, None] + columns[None, :]
+    if ALL_SEEN and HEAD_DIM == BLOCK_D:
+        key, value = tl.load(key_at), tl.load(key_at + value_offset)
+    else:
+        taken = (keys < last)[:, None] & (columns < HEAD_DIM)[None, :]
+        key, value = tl.load(key_at, mask=taken, other=0.0), tl.load(key_at + value_offset, mask=taken, other=0.0)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if SOFTCAP:
+        scores = _cap(scores, softcap)
+    scores *= 1.4426950408889634  # exponentials to the base of 2 are what the hardware has
+    if not ALL_SEEN:
+        seen = (keys[None, :] <= positions[:, None]) & (keys < last)[None, :]
+        if window > 0:
+            seen = seen & (keys[None, :] > positions[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    above = tl.maximum(largest, tl.max(scores, axis=1))
+    level = above
+    if not ALL_SEEN:
+        level = tl.where(above == float("-inf"), 0.0, above)  # a row that has seen nothing yet
+    weights = tl.exp2(scores - level[:, None])
+    fade = tl.exp2(largest - level)
+    total = total * fade + tl.sum(weights, axis=1)
+    sums = sums * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    return above, total, sums
+
+
 @triton.jit(
     do_not_specialize=["window", "table_stride"],
     do_not_specialize_on_alignment=["table", "tile_rows", "tile_first", "sequences"],
@@ -196,33 +236,24 @@ def _prefill_kernel(
     positions = context + queries
     last = tl.where(first < count, tl.minimum(context + first + BLOCK_M, context + count), 0)
     begin = 0
+    common = tl.minimum(context + first + 1, last) // BLOCK_N * BLOCK_N  # keys before are seen by all queries
     if window > 0:
         begin = tl.maximum(context + first - window + 1, 0) // BLOCK_N * BLOCK_N
+        common = begin
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(begin, last, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        valid = keys < last
-        block = tl.load(table + sequence * table_stride + keys // PAGE, mask=valid, other=0).to(tl.int64)
-        at = cache + block * block_stride + (keys % PAGE) * token_stride + kv_head * HEAD_DIM
-        taken = valid[:, None] & (columns < HEAD_DIM)[None, :]
-        key = tl.load(at[:, None] + columns[None, :], mask=taken, other=0.0)
-        value = tl.load(at[:, None] + value_offset + columns[None, :], mask=taken, other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        if SOFTCAP:
-            scores = _cap(scores, softcap)
-        seen = (keys[None, :] <= positions[:, None]) & valid[None, :]
-        if window > 0:
-            seen = seen & (keys[None, :] > positions[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        above = tl.maximum(largest, tl.max(scores, axis=1))
-        level = tl.where(above == float("-inf"), 0.0, above)  # a row that has seen nothing yet
-        weights = tl.exp(scores - level[:, None])
-        fade = tl.exp(largest - level)
-        total = total * fade + tl.sum(weights, axis=1)
-        sums = sums * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        largest = above
+    at, blocks = cache + kv_head * HEAD_DIM, table + sequence * table_stride
+    for start in range(begin, common, BLOCK_N):
+        largest, total, sums = _read_keys(
+            query, at, blocks, start, last, positions, columns, block_stride, value_offset, token_stride, scale,
+            softcap, window, largest, total, sums, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, True,
+        )  # fmt: skip
+    for start in range(common, last, BLOCK_N):
+        largest, total, sums = _read_keys(
+            query, at, blocks, start, last, positions, columns, block_stride, value_offset, token_stride, scale,
+            softcap, window, largest, total, sums, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE, SOFTCAP, False,
+        )  # fmt: skip
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     target = out + rows[:, None] * out_stride + head * HEAD_DIM + columns[None, :]
     tl.store(target, sums.to(out.dtype.element_ty), mask=inside)
@@ -238,20 +269,36 @@ class PrefillPlan:
     table: Tensor  # [sequences, blocks] int32
 
 
+class PrefillTile(NamedTuple):
+    """What a program works on at a time, and how."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def prefill_shape(head_dim: int) -> PrefillTile:
+    """Small tiles, so that several programs of a processor hide each other's waiting."""
+    if head_dim > 128:
+        return PrefillTile(64, 32, 8, 2)
+    return PrefillTile(64, 64, 4, 2) if head_dim > 64 else PrefillTile(64, 128, 4, 3)
+
+
 def prefill_tile(head_dim: int) -> int:
-    return 128 if head_dim <= 128 else 64
+    """Queries of a tile."""
+    return prefill_shape(head_dim).queries
 
 
 def prefill(q: Tensor, cache: Tensor, plan: PrefillPlan, shape: AttentionShape, out: Tensor) -> None:
     """Chunks of prompts: each query sees the context of its sequence, the keys of its chunk up to itself among them."""
-    head_dim = shape.head_dim
+    head_dim, tile = shape.head_dim, prefill_shape(shape.head_dim)
     block_d = max(16, triton.next_power_of_2(head_dim))
     _prefill_kernel[(len(plan.tile_rows), shape.num_heads)](
         q, cache, plan.table, out, plan.tile_rows, plan.tile_first, plan.sequences, shape.scale, shape.softcap or 1.0,
         q.stride(0), cache.stride(0), cache.stride(1), cache.stride(2), plan.table.stride(0), out.stride(0),
         shape.window,
         GROUP=shape.num_heads // shape.num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
-        BLOCK_M=prefill_tile(head_dim), BLOCK_N=64 if block_d <= 128 else 32, PAGE=cache.shape[2],
-        SOFTCAP=shape.softcap is not None,
-        num_warps=8 if head_dim > 64 else 4, num_stages=3 if block_d <= 128 else 2, **OVERLAP,
+        BLOCK_M=tile.queries, BLOCK_N=tile.keys, PAGE=cache.shape[2], SOFTCAP=shape.softcap is not None,
+        num_warps=tile.warps, num_stages=tile.stages, **OVERLAP,
     )  # fmt: skip
