@@ -30,6 +30,8 @@ BLOCK = 16
 PROMPTS = (128, 1024, 3900)
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXTS = (256, 1024)
+UNEVEN = (256,) * 31 + (100_000,)  # contexts of one batch
+BESIDE = ((32, 128), (32, 512), (128, 256))  # rows that decode at 256, and tokens of a prompt in the same iteration
 MODELS = {name: SHAPES[name] for name in ("0.5B", "1B", "8B")}
 _GREEDY = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
 _WARM_UPS, _STEPS = 4, 24
@@ -114,7 +116,10 @@ class GpuBench:
         try:
             cells = [self._first_token(executor, tokens) for tokens in PROMPTS]
             for context in CONTEXTS:
-                cells += [self._decode(executor, batch, context) for batch in BATCHES]
+                cells += [self._decode(executor, f"{batch} @ {context}", [context] * batch) for batch in BATCHES]
+            if self.spec.context_length >= max(UNEVEN) + 4 * _STEPS:
+                cells.append(self._decode(executor, f"{len(UNEVEN) - 1} @ {UNEVEN[0]} + 1 @ {UNEVEN[-1]}", UNEVEN))
+            cells += [self._mixed(executor, batch, tokens) for batch, tokens in BESIDE]
         finally:
             executor.close()
         return [*cells, self._switch(), self._cold_start(), *self._resizes()]
@@ -133,12 +138,19 @@ class GpuBench:
         seconds = [_timed(lambda: executor.run(Turn((row,)))) for _ in range(_WARM_UPS + 7)]
         return self._cell(f"ttft {tokens}", seconds[_WARM_UPS:], self._least_s(tokens, 1, 0))
 
-    def _decode(self, executor: CudaExecutor, batch: int, context: int) -> Cell:
-        decoding = Decoding(executor, batch, context)
+    def _decode(self, executor: CudaExecutor, what: str, contexts: Sequence[int]) -> Cell:
+        decoding, batch = Decoding(executor, contexts), len(contexts)
         seconds = [decoding.step() for _ in range(_WARM_UPS + _STEPS)]
-        return self._cell(
-            f"tpot {batch} @ {context}", seconds[_WARM_UPS:], self._least_s(batch, batch, batch * context)
-        )
+        return self._cell(f"tpot {what}", seconds[_WARM_UPS:], self._least_s(batch, batch, sum(contexts)))
+
+    def _mixed(self, executor: CudaExecutor, batch: int, tokens: int) -> Cell:
+        """One iteration of a batch that decodes and of a prompt beside it."""
+        decoding = Decoding(executor, [256] * batch)
+        blocks = list(range(decoding.num_blocks, decoding.num_blocks + -(-tokens // BLOCK)))
+        prompt = _row(batch, [(7 * i) % 997 for i in range(tokens)], 0, tokens, blocks)
+        seconds = [decoding.step(prompt) for _ in range(_WARM_UPS + _STEPS)]
+        least_s = self._least_s(batch + tokens, batch + 1, batch * 256)
+        return self._cell(f"{batch} @ 256 beside a prompt of {tokens}", seconds[_WARM_UPS:], least_s)
 
     def _least_s(self, rows: int, logit_rows: int, cached_tokens: int) -> float:
         spec = self.spec
@@ -158,7 +170,7 @@ class GpuBench:
         executor = self._open()
         half = executor.max_blocks // 2
         executor.resize(half)
-        decoding = Decoding(executor, batch=8, context=256)
+        decoding = Decoding(executor, [256] * 8)
         try:
             usual = median(decoding.step() for _ in range(_WARM_UPS + _STEPS))
             grow, shrink = [], []
@@ -177,7 +189,7 @@ class GpuBench:
         try:
             for executor in pair:
                 executor.resize(executor.max_blocks)
-            first, second = (Decoding(executor, batch=8, context=256) for executor in pair)
+            first, second = (Decoding(executor, [256] * 8) for executor in pair)
             for _ in range(_WARM_UPS):
                 first.step(), second.step()
             alone = median(first.step() for _ in range(_STEPS))
@@ -205,19 +217,23 @@ class GpuBench:
 class Decoding:
     """A batch that decodes, a token for each with every step."""
 
-    def __init__(self, executor: CudaExecutor, batch: int, context: int) -> None:
+    def __init__(self, executor: CudaExecutor, contexts: Sequence[int]) -> None:
         self._executor = executor
-        each = -(-(context + 4 * _STEPS) // BLOCK)
-        self._sequences = [([7] * (context + 1), list(range(i * each, (i + 1) * each))) for i in range(batch)]
+        self.num_blocks = 0
+        self._sequences: list[tuple[list[int], list[int]]] = []
+        for context in contexts:
+            first, self.num_blocks = self.num_blocks, self.num_blocks - (-(context + 4 * _STEPS) // BLOCK)
+            self._sequences.append(([7] * (context + 1), list(range(first, self.num_blocks))))
 
-    def step(self) -> float:
+    def step(self, *prompts: TurnRow) -> float:
         """Seconds that it took."""
         rows = [_row(i, tokens, len(tokens) - 1, 1, blocks) for i, (tokens, blocks) in enumerate(self._sequences)]
         started = time.perf_counter()
-        outcome = self._executor.run(Turn(tuple(rows)))
+        outcome = self._executor.run(Turn((*rows, *prompts)))
         took_s = time.perf_counter() - started
-        for (tokens, _), result in zip(self._sequences, outcome.rows, strict=True):
-            tokens.append(result.token)
+        for result in outcome.rows:
+            if result.sequence < len(self._sequences):
+                self._sequences[result.sequence][0].append(result.token)
         return took_s
 
 

@@ -150,7 +150,7 @@ class StreamingBench:
 
     def _iteration(self, executor: Any, count: int) -> float:
         if count <= _MOST_DECODED:
-            decoding = Decoding(executor, count, 16)
+            decoding = Decoding(executor, [16] * count)
             return median([decoding.step() for _ in range(_WARM_UPS + _REPEAT)][_WARM_UPS:])
         return median([_prompt(executor, count) for _ in range(_WARM_UPS + _REPEAT)][_WARM_UPS:])
 
@@ -177,7 +177,7 @@ class StreamingBench:
     def _switches(self, first: Any) -> list[StreamCell]:
         """Two models in host memory, each with every iteration after the other's; and one that is opened for it."""
         second = self._open(0.0)
-        decoders = [Decoding(executor, 1, 16) for executor in (first, second)]
+        decoders = [Decoding(executor, [16]) for executor in (first, second)]
         for _ in range(_WARM_UPS):
             for decoder in decoders:
                 decoder.step()

@@ -6,6 +6,7 @@ import math
 import random
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from random_codes import random_codes
@@ -13,7 +14,7 @@ from random_sampling import random_logits, random_row, random_sampling
 
 from dovetail.codings import CODINGS, Quantised
 from dovetail.engine.adapters import AdapterMatrices, Part
-from dovetail.engine.devices.cuda import attention, coded, elementwise, in_place, products
+from dovetail.engine.devices.cuda import attention, coded, elementwise, in_place, products, splits
 from dovetail.engine.devices.cuda.adapter_image import AdapterImage, adapted_matrix, group_rows, rank_capacity
 from dovetail.engine.devices.cuda.greedy import fill_in, greedy
 from dovetail.engine.devices.cuda.lora import AdaptedRows
@@ -114,15 +115,16 @@ def check_attention(shape: attention.AttentionShape) -> None:
         return [part.repeat_interleave(heads // kv_heads, 1) for part in parts]
 
     q = torch.randn(len(lengths), heads * size)
-    for splits in (1, 4):
+    on_device = torch.tensor(lengths, dtype=torch.int32)
+    for processors in (0, 2, 132):
         out = torch.full_like(q, math.nan)
-        scratch = attention.DecodeScratch(16, shape, 132, CPU)
-        attention.decode(q, layer, table, torch.tensor(lengths, dtype=torch.int32), shape, splits, scratch, out)
+        scratch = attention.DecodeScratch(16, shape, processors, CPU)
+        plan = splits.plan(on_device, shape, processors) if processors else None
+        attention.decode(q, layer, table, on_device, shape, plan, scratch, out)
         for row, length in enumerate(lengths):
             query, last = q[row].view(1, heads, size), torch.tensor([length - 1])
-            close(
-                out[row], attended(query, *keys_and_values(row), last, shape)[0], f"single query {row}, {splits} splits"
-            )
+            wanted = attended(query, *keys_and_values(row), last, shape)[0]
+            close(out[row], wanted, f"single query {row} of {processors} processors")
     starts = [sum(counts[:row]) for row in range(len(counts))]
     q = torch.randn(sum(counts), heads * size)
     out, tile = torch.full_like(q, math.nan), attention.prefill_tile(size)
@@ -141,6 +143,44 @@ def check_attention(shape: attention.AttentionShape) -> None:
         queries, positions = q[start : start + count].view(count, heads, size), torch.arange(length - count, length)
         wanted = attended(queries, *keys_and_values(row), positions, shape)
         close(out[start : start + count], wanted, f"chunk {row}")
+
+
+def check_split_plans() -> None:
+    """Every key of every row is in one item, and no item is much longer than the average."""
+    chance = random.Random(3)
+    for at in range(60):
+        rows, kv_heads, size = chance.randrange(1, 70), chance.choice((1, 2, 8)), chance.choice((64, 128, 256))
+        window = chance.choice((0, 0, 500))
+        shape = attention.AttentionShape(kv_heads, kv_heads, size, 1.0, None, window)
+        longest = chance.choice((1, 300, 5000, 120_000))
+        lengths = [chance.randrange(-1, longest + 1 if chance.random() < 0.2 else 300) for _ in range(rows)]
+        if at == 0:
+            rows, shape, lengths = 32, attention.AttentionShape(32, 8, 128, 1.0, None, 0), [256] * 31 + [100_000]
+        made = splits.plan(torch.tensor(lengths, dtype=torch.int32), shape, 132)
+        found: dict[int, list[tuple[int, int, int, int]]] = {}
+        for place, (row, begin, end, parts) in enumerate(made.items.tolist()):
+            if parts:
+                found.setdefault(row, []).append((begin, end, parts, place))
+        wanted = {row: (max(one - window, 0) if window else 0, one) for row, one in enumerate(lengths) if one >= 0}
+        assert sorted(found) == sorted(wanted)
+        merged = {row: (first, count) for row, first, count, _ in made.merges.tolist() if count}
+        for row, (first, last) in wanted.items():
+            items = found[row]
+            assert [one[0] for one in items] == [first, *(one[1] for one in items[:-1])]
+            assert items[-1][1] == last
+            assert {one[2] for one in items} == {len(items)}
+            assert merged.get(row) == ((items[0][3], len(items)) if len(items) > 1 else None)
+            assert [one[3] for one in items] == list(range(items[0][3], items[0][3] + len(items)))
+            assert len(items) == 1 or all(begin < end for begin, end, _, _ in items)
+        spans = [last - first for first, last in wanted.values()]
+        average = sum(spans) * shape.num_kv_heads / splits.num_programs(rows, shape, 132)
+        most = max((end - begin for items in found.values() for begin, end, _, _ in items), default=0)
+        assert most <= 1.5 * average + 2.5 * shape.keys
+        if splits.is_worth_it(np.array([one for one in lengths if one >= 0], np.int32), shape, 132):
+            assert merged, "it splits something"
+        if at == 0:
+            assert len(found[31]) == 42, "with eight heads, nearly three programs per processor"
+            assert found[31][0][3] == 0, "it comes first"
 
 
 def check_products() -> None:
@@ -306,6 +346,7 @@ if __name__ == "__main__":
     ):
         shape = attention.AttentionShape(num_heads, kv_heads, head_dim, head_dim**-0.5, softcap, window)
         check_attention(shape)
+    check_split_plans()
     check_products()
     check_in_place()
     for layout in filter(coded.can_keep, CODINGS):

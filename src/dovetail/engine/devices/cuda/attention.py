@@ -1,5 +1,6 @@
 """Attention over the paged KV cache of one layer, in Triton: single queries (decode) with long contexts split over the
-device, and chunks of prompts with or without context. Sliding windows, soft caps and any ratio of query to key heads.
+device as planned (`splits`), and chunks of prompts with or without context. Sliding windows, soft caps and any ratio of
+query to key heads.
 
 A cache is [blocks, 2, page, kv_heads, d]; the blocks of a sequence are named by its row of a block table. Sums are kept
 in float32; weights are rounded to the cache's type for the product with the values, as in the usual flash kernels.
@@ -18,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dovetail.engine.devices.cuda.launch import OVERLAP, launch_next, wait_for_previous
+from dovetail.engine.devices.cuda.splits import AttentionShape, SplitPlan, num_extra
 
-MAX_SPLITS = 64
-DECODE_KEYS, DECODE_WARPS, DECODE_STAGES = 128, 4, 3  # of a step of the kernel for single queries
+DECODE_WARPS, DECODE_STAGES = 4, 3  # of the kernel for single queries
+MERGED_TOGETHER = 64  # items whose sums are added at the same time
 
 
 @triton.jit
@@ -31,29 +33,33 @@ def _cap(scores, softcap):
 
 # The same kernels for every length: neither the width of a table of blocks nor where one begins makes another.
 @triton.jit(
-    do_not_specialize=["window", "num_splits", "num_heads", "table_stride"],
+    do_not_specialize=["window", "num_heads", "table_stride"],
     do_not_specialize_on_alignment=["table", "lengths"],
 )
 def _decode_kernel(
-    q, cache, table, lengths, partial, stats, out, scale, softcap,
-    q_stride, block_stride, value_offset, token_stride, table_stride, out_stride, window, num_splits, num_heads,
+    q, cache, table, lengths, items, partial, stats, out, scale, softcap,
+    q_stride, block_stride, value_offset, token_stride, table_stride, out_stride, window, num_heads,
     GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     launch_next(OVERLAP)
-    wait_for_previous(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    length = tl.load(lengths + row)
-    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    each = tl.cdiv(tl.cdiv(length - first, num_splits), BLOCK_N) * BLOCK_N
-    begin = first + split * each
-    end = tl.minimum(begin + each, length)
+    if SPLIT:  # plans and lengths are there since before the first layer
+        item = tl.program_id(0)
+        row = tl.load(items + 4 * item).to(tl.int64)
+        begin = tl.load(items + 4 * item + 1)
+        end = tl.load(items + 4 * item + 2)
+        parts = tl.load(items + 4 * item + 3)
+    else:
+        row = tl.program_id(0).to(tl.int64)
+        end = tl.load(lengths + row)
+        begin = tl.where(window > 0, tl.maximum(end - window, 0), 0)
+        parts = tl.full((), 1, tl.int32)
     queries = tl.arange(0, BLOCK_G)
     columns = tl.arange(0, BLOCK_D)
     heads = kv_head * GROUP + queries
-    inside = (queries < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
+    inside = (queries < GROUP)[:, None] & (columns < HEAD_DIM)[None, :] & (parts > 0)
+    wait_for_previous(OVERLAP)
     query = tl.load(q + row * q_stride + heads[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
     largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -77,66 +83,52 @@ def _decode_kernel(
         sums = sums * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         largest = above
     if SPLIT:
-        place = (row * num_heads + heads) * num_splits + split
-        tl.store(stats + 2 * place, largest, mask=queries < GROUP)
-        tl.store(stats + 2 * place + 1, total, mask=queries < GROUP)
-        if begin < end:
-            tl.store(partial + place[:, None] * HEAD_DIM + columns[None, :], sums, mask=inside)
-    else:
-        sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-        target = out + row * out_stride + heads[:, None] * HEAD_DIM + columns[None, :]
-        tl.store(target, sums.to(out.dtype.element_ty), mask=inside)
+        place = item * num_heads + heads
+        cut = (queries < GROUP) & (parts > 1)
+        tl.store(stats + 2 * place, largest, mask=cut)
+        tl.store(stats + 2 * place + 1, total, mask=cut)
+        tl.store(partial + place[:, None] * HEAD_DIM + columns[None, :], sums, mask=inside & (parts > 1))
+    sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    target = out + row * out_stride + heads[:, None] * HEAD_DIM + columns[None, :]
+    tl.store(target, sums.to(out.dtype.element_ty), mask=inside & (parts == 1))
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_heads"])
+@triton.jit(do_not_specialize=["num_heads"])
 def _merge_kernel(
-    partial, stats, out, num_splits, num_heads, out_stride,
+    partial, stats, merges, out, num_heads, out_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     launch_next(OVERLAP)
-    wait_for_previous(OVERLAP)
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    splits = tl.arange(0, BLOCK_S)
+    merge, head = merges + 4 * tl.program_id(0), tl.program_id(1)
+    row, first, count = tl.load(merge).to(tl.int64), tl.load(merge + 1), tl.load(merge + 2)
     columns = tl.arange(0, BLOCK_D)
-    place = (row * num_heads + head) * num_splits + splits
-    largest = tl.load(stats + 2 * place, mask=splits < num_splits, other=float("-inf"))
-    total = tl.load(stats + 2 * place + 1, mask=splits < num_splits, other=0.0)
-    above = tl.max(largest, axis=0)
-    share = tl.where(total > 0.0, tl.exp(largest - above), 0.0)
-    whole = tl.sum(share * total, axis=0)
-    used = (total > 0.0)[:, None] & (columns < HEAD_DIM)[None, :]
-    sums = tl.load(partial + place[:, None] * HEAD_DIM + columns[None, :], mask=used, other=0.0)
-    value = tl.sum(sums * share[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
+    largest = tl.full((), float("-inf"), tl.float32)
+    whole = tl.full((), 0.0, tl.float32)
+    sums = tl.zeros([BLOCK_D], tl.float32)
+    wait_for_previous(OVERLAP)
+    for begin in range(0, count, BLOCK_S):
+        split = begin + tl.arange(0, BLOCK_S)
+        place = (first + split) * num_heads + head
+        most = tl.load(stats + 2 * place, mask=split < count, other=float("-inf"))
+        total = tl.load(stats + 2 * place + 1, mask=split < count, other=0.0)
+        above = tl.maximum(largest, tl.max(most, axis=0))
+        share = tl.where(total > 0.0, tl.exp(most - above), 0.0)
+        used = (total > 0.0)[:, None] & (columns < HEAD_DIM)[None, :]
+        part = tl.load(partial + place[:, None] * HEAD_DIM + columns[None, :], mask=used, other=0.0)
+        fade = tl.exp(largest - above)
+        sums = sums * fade + tl.sum(part * share[:, None], axis=0)
+        whole = whole * fade + tl.sum(share * total, axis=0)
+        largest = above
+    value = sums / tl.where(whole == 0.0, 1.0, whole)
     target = out + row * out_stride + head * HEAD_DIM + columns
-    tl.store(target, value.to(out.dtype.element_ty), mask=columns < HEAD_DIM)
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """What of a layer the kernels need besides its tensors."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    softcap: float | None
-    window: int  # 0 = none
-
-
-def num_splits(rows: int, shape: AttentionShape, num_processors: int) -> int:
-    """So many that every processor has a program or two, more of narrow heads; fixed for a batch size, whatever the
-    contexts."""
-    programs = rows * shape.num_kv_heads
-    each = 1 if programs < 32 else 2 if shape.head_dim > 64 else 4
-    wanted = each * num_processors // programs
-    return min(MAX_SPLITS, 1 << (wanted.bit_length() - 1)) if wanted > 0 else 1
+    tl.store(target, value.to(out.dtype.element_ty), mask=(columns < HEAD_DIM) & (count > 0))
 
 
 class DecodeScratch:
     """Partial sums of split contexts, for as many rows as a batch may have."""
 
     def __init__(self, max_rows: int, shape: AttentionShape, num_processors: int, device: torch.device) -> None:
-        places = max(rows * num_splits(rows, shape, num_processors) for rows in range(1, max_rows + 1))
+        places = max(rows + num_extra(rows, shape, num_processors) for rows in range(1, max_rows + 1))
         self.partial = torch.empty(places * shape.num_heads * shape.head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(places * shape.num_heads * 2, dtype=torch.float32, device=device)
 
@@ -147,26 +139,28 @@ def decode(
     table: Tensor,
     lengths: Tensor,
     shape: AttentionShape,
-    splits: int,
+    plan: SplitPlan | None,
     scratch: DecodeScratch,
     out: Tensor,
 ) -> None:
-    """q [n, heads·d] (rows may lie apart), one query each at the end of its context; out [n, heads·d]."""
+    """q [n, heads·d] (rows may lie apart), one query each at the end of its context; out [n, heads·d]. Without a plan
+    each row has one program per head of keys; with one, rows of negative length are left as they are."""
     head_dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
     block_d = max(16, triton.next_power_of_2(head_dim))
-    _decode_kernel[(len(q), shape.num_kv_heads, splits)](
-        q, cache, table, lengths, scratch.partial, scratch.stats, out, shape.scale, shape.softcap or 1.0,
+    programs = len(lengths) if plan is None else len(plan.items)
+    _decode_kernel[(programs, shape.num_kv_heads)](
+        q, cache, table, lengths, lengths if plan is None else plan.items, scratch.partial, scratch.stats, out,
+        shape.scale, shape.softcap or 1.0,
         q.stride(0), cache.stride(0), cache.stride(1), cache.stride(2), table.stride(0), out.stride(0), shape.window,
-        splits, shape.num_heads,
+        shape.num_heads,
         GROUP=group, BLOCK_G=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, BLOCK_D=block_d,
-        BLOCK_N=DECODE_KEYS if block_d <= 128 else DECODE_KEYS // 2, PAGE=cache.shape[2],
-        SOFTCAP=shape.softcap is not None, SPLIT=splits > 1,
+        BLOCK_N=shape.keys, PAGE=cache.shape[2], SOFTCAP=shape.softcap is not None, SPLIT=plan is not None,
         num_warps=DECODE_WARPS, num_stages=DECODE_STAGES, **OVERLAP,
     )  # fmt: skip
-    if splits > 1:
-        _merge_kernel[(len(q), shape.num_heads)](
-            scratch.partial, scratch.stats, out, splits, shape.num_heads, out.stride(0),
-            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_S=splits, num_warps=2, **OVERLAP,
+    if plan is not None:
+        _merge_kernel[(len(plan.merges), shape.num_heads)](
+            scratch.partial, scratch.stats, plan.merges, out, shape.num_heads, out.stride(0),
+            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_S=MERGED_TOGETHER, num_warps=4, **OVERLAP,
         )  # fmt: skip
 
 

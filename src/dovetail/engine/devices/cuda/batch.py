@@ -10,15 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.engine.devices.cuda.attention import (
-    AttentionShape,
-    DecodeScratch,
-    PrefillPlan,
-    decode,
-    num_splits,
-    prefill,
-    prefill_tile,
-)
+from dovetail.engine.devices.cuda.attention import DecodeScratch, PrefillPlan, decode, prefill, prefill_tile
+from dovetail.engine.devices.cuda.splits import AttentionShape, SplitPlans
 from dovetail.engine.devices.cuda.transfer import to_device
 from dovetail.engine.sampler import is_shaped
 from dovetail.sched.turn import Turn, TurnRow
@@ -92,10 +85,12 @@ def build(turn: Turn, page: int, head_dim: int, device: torch.device) -> MixedBa
 class MixedAttention:
     """Attention of one mixed batch, for every layer of it."""
 
-    def __init__(self, batch: MixedBatch, scratch: DecodeScratch, num_processors: int) -> None:
+    def __init__(
+        self, shapes: Sequence[AttentionShape], scratch: DecodeScratch, num_processors: int, batch: MixedBatch
+    ) -> None:
         self._batch = batch
         self._scratch = scratch
-        self._num_processors = num_processors
+        self._plans = SplitPlans(batch.lengths, shapes if batch.num_single else (), num_processors)
 
     def __call__(self, qkv: Tensor, cache: Tensor, shape: AttentionShape) -> Tensor:
         batch = self._batch
@@ -105,9 +100,8 @@ class MixedAttention:
         out = torch.empty(len(qkv), size, dtype=qkv.dtype, device=qkv.device)
         single = batch.num_single
         if single:
-            splits = num_splits(single, shape, self._num_processors)
-            scratch = self._scratch
-            decode(qkv[:single, :size], cache, batch.table, batch.lengths, shape, splits, scratch, out[:single])
+            plan, scratch = self._plans.of(shape), self._scratch
+            decode(qkv[:single, :size], cache, batch.table, batch.lengths, shape, plan, scratch, out[:single])
         if batch.plan is not None:
             prefill(qkv[:, :size], cache, batch.plan, shape, out)
         return out

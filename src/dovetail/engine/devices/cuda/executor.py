@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,8 +22,10 @@ from dovetail.engine.devices.cuda.adapters import BoundAdapters, CudaAdapter
 from dovetail.engine.devices.cuda.arena import CudaArena
 from dovetail.engine.devices.cuda.attention import DecodeScratch
 from dovetail.engine.devices.cuda.batch import GreedyRows, MixedAttention, build, only_greedy
+from dovetail.engine.devices.cuda.block_table import BlockTable
+from dovetail.engine.devices.cuda.chunks import ChunkSteps, chunk_rows
 from dovetail.engine.devices.cuda.copier import HostCopier
-from dovetail.engine.devices.cuda.graphs import CapturedSteps, ChunkSteps, DecodeSteps, GraphMemory
+from dovetail.engine.devices.cuda.graphs import CapturedSteps, DecodeSteps, GraphMemory
 from dovetail.engine.devices.cuda.greedy import greedy
 from dovetail.engine.devices.cuda.launched import Launched
 from dovetail.engine.devices.cuda.model import CudaModel
@@ -122,19 +125,19 @@ class CudaExecutor:
         self._model: CudaModel | None = CudaModel(spec, self._weights, device.device)
         self.weight_bytes = self.copied_bytes = self._weights.num_bytes
         self._cache = KVCache(spec, dtype, config.block_size, self.max_blocks, arena=self._make_cache_arena)
-        shape = self._model.layers[0].attention
-        self._scratch = DecodeScratch(max_batch, shape, device.num_processors, device.device)
+        shapes = self._model.attention_shapes()
+        self._scratch = DecodeScratch(max_batch, shapes[0], device.num_processors, device.device)
         longest = min(spec.context_length, self.max_blocks * config.block_size)
         width = -(-longest // config.block_size) + 1
         capturable = self._weights.has_arrived if self._model.is_capturable else lambda: False
         self._steps = CapturedSteps(capturable, device.graph_memory)
         self._used = torch.cuda.Event()  # the stream is past all that this model has asked of it
         self._adapters = BoundAdapters(dtype, device.device)
-        cache = self._cache.addresses()
-        self._decode = DecodeSteps(
-            self._model, cache, self._scratch, self._steps, self._adapters, max_batch, width, device.num_processors
-        )
-        self._chunk = ChunkSteps(self._model, cache, self._steps, self._adapters, width)
+        self._table = BlockTable(max_batch, width, device.device)
+        shared = (self._model, self._cache.addresses(), self._scratch, self._steps, self._adapters)
+        self._attention_of = partial(MixedAttention, shapes, self._scratch, device.num_processors)
+        self._decode = DecodeSteps(*shared, max_batch, self._table, device.num_processors)
+        self._chunk = ChunkSteps(*shared, max_batch, self._table, device.num_processors)
         self._grammars = _grammars(spec, config)
         self._sampler = DeviceSampler(spec.vocab_size, max_batch, device.device, self._grammars, dtype)
         self._reader = PromptReader()
@@ -164,7 +167,7 @@ class CudaExecutor:
         """Of every token of the row."""
         assert self._model is not None, "the executor is closed"
         batch = build(Turn((row,)), cache.block_size, self.spec.head_dim, self._device.device)
-        attend = MixedAttention(batch, self._scratch, self._device.num_processors)
+        attend = self._attention_of(batch)
         adapted = self._adapters.of(batch.rows)
         return self._model.states(batch.tokens, batch.positions, batch.slots, cache.addresses(), None, attend, adapted)
 
@@ -331,7 +334,7 @@ class CudaExecutor:
         if self._model is None:
             return
         self._adapters.clear()
-        self._decode.forget_tables()
+        self._table.forget()
         self._cache_arena.in_use = (self._used,)
         self._cache.resize(0)
         self._weights.let_go()
@@ -352,7 +355,7 @@ class CudaExecutor:
     def dismantle(self) -> None:
         """All that `close` has kept."""
         self._steps.close()
-        del self._decode, self._chunk, self._scratch
+        del self._decode, self._chunk, self._attention_of, self._scratch, self._table
         self._model = None
         self._weights.close()
         self._cache.close()
@@ -390,13 +393,13 @@ class CudaExecutor:
     def _forward_prompts(self, rows: list[TurnRow]) -> tuple[list[TurnRow], Tensor, Tensor | None]:
         """Not the rows' own order; tokens only from graphs, which have found the largest logits anyway."""
         assert self._model is not None, "the executor is closed"
-        if self._chunk.can_run(rows):
-            sampled = [row for row in rows if row.samples]
-            logits, best = self._chunk.run([*sampled, *(row for row in rows if not row.samples)])
-            return sampled, logits[: len(sampled)], best[: len(sampled)]
+        ordered = chunk_rows(rows)
+        kind = self._chunk.kind_of(ordered)
+        if kind is not None:
+            return ordered.sampled, *self._chunk.run(ordered, kind)
         self._steps.note(f"mixed {sum(row.count for row in rows).bit_length()}")
         batch = build(Turn(tuple(rows)), self._cache.block_size, self.spec.head_dim, self._device.device)
-        attend = MixedAttention(batch, self._scratch, self._device.num_processors)
+        attend = self._attention_of(batch)
         inputs = (batch.tokens, batch.positions, batch.slots, self._cache.addresses(), batch.sampled_at)
         logits = self._model.forward(*inputs, attend, self._adapters.of(batch.rows))
         return batch.sampled, logits, None

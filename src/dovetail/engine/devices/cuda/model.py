@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.engine.devices.cuda.adapter_image import AdaptedMatrix, adapted_matrix
-from dovetail.engine.devices.cuda.attention import AttentionShape
 from dovetail.engine.devices.cuda.coded import CodedMatrix, look_up
 from dovetail.engine.devices.cuda.elementwise import activate, add_norm, rotate_and_write
 from dovetail.engine.devices.cuda.fp8 import Fp8Matrix
 from dovetail.engine.devices.cuda.in_place import HostMatrix
 from dovetail.engine.devices.cuda.lora import AdaptedRows
 from dovetail.engine.devices.cuda.products import Matrix, gated_linear, linear
+from dovetail.engine.devices.cuda.splits import AttentionShape
 from dovetail.engine.devices.cuda.weights import DeviceWeights
 from dovetail.engine.rope import Rope
 from dovetail.modelspec import ModelSpec, RopeSpec
@@ -130,6 +130,10 @@ class CudaModel:
         few = copy.copy(self)
         few.layers = list(kinds.values())
         return few
+
+    def attention_shapes(self) -> list[AttentionShape]:
+        """Each once."""
+        return list(dict.fromkeys(layer.attention for layer in self.layers))
 
     @property
     def is_capturable(self) -> bool:

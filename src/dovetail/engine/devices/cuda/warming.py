@@ -10,7 +10,8 @@ from collections.abc import Hashable, Iterator
 import torch
 
 from dovetail.engine.devices.cuda.batch import causal
-from dovetail.engine.devices.cuda.graphs import ChunkSteps, DecodeSteps
+from dovetail.engine.devices.cuda.chunks import ChunkSteps
+from dovetail.engine.devices.cuda.graphs import DecodeSteps
 from dovetail.engine.devices.cuda.greedy import greedy
 from dovetail.engine.devices.cuda.model import CudaModel
 from dovetail.engine.kv_cache import KVCache
@@ -30,8 +31,8 @@ def compile_kernels(shape: Hashable, model: CudaModel, kv: KVCache, decode: Deco
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(device)):
         for bucket in decode.buckets:
             decode.run_empty(bucket, few)
-        for bucket, places in chunk.kinds:
-            chunk.run_empty(bucket, places, few)
+        for kind in [*chunk.kinds, *chunk.mixed_kinds]:
+            chunk.run_empty(kind, few)
         for length in LONG_PROMPTS:
             tokens = torch.zeros(length, dtype=torch.int32, device=device)
             last = torch.zeros(1, dtype=torch.int32, device=device)
@@ -53,9 +54,9 @@ def capture_next(ahead: Iterator[bool]) -> bool:
 
 def graphs_ahead(decode: DecodeSteps, chunk: ChunkSteps) -> Iterator[bool]:
     """Captures one graph with each step, the likeliest first; yields whether it was not there."""
-    by_size = sorted(chunk.kinds, key=lambda kind: (kind[1], kind[0]))
     for bucket in decode.buckets:
-        yield decode.capture(bucket, greedily=True)
-        yield decode.capture(bucket, greedily=False)
-    for bucket, places in by_size:
-        yield chunk.capture(bucket, places)
+        for splits in (False, True):
+            yield decode.capture(bucket, splits=splits, greedily=True)
+            yield decode.capture(bucket, splits=splits, greedily=False)
+    for kind in chunk.kinds:
+        yield chunk.capture(kind)
