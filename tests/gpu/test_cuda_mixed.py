@@ -22,7 +22,7 @@ from dovetail.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 if torch.cuda.is_available():
-    from dovetail.engine.devices.cuda import attention, splits
+    from dovetail.engine.devices.cuda import attention, splits, whole_prompts
     from dovetail.engine.devices.cuda.device import CudaDevice
 
 BLOCK, SINGLES = 4, 40
@@ -174,3 +174,23 @@ def test_contexts_of_any_lengths_are_read_as_torch_reads_them(
                 weights = (torch.einsum("hd,khd->hk", query, keys) * shape.scale).softmax(-1)
                 wanted = torch.einsum("hk,khd->hd", weights, values).reshape(-1)
                 assert (out[at] - wanted).abs().max().item() < 2e-4
+
+
+def test_attention_of_whole_prompts_is_that_of_torch_in_float32() -> None:
+    shape, device = splits.AttentionShape(6, 2, 64, 0.125, None, 0), torch.device("cuda")
+    for length, prepared in ((1000, 1024), (1024, 1024), (1500, 1536), (2900, 2944)):
+        qkv = torch.randn(length, 10 * 64, device=device)
+        assert whole_prompts.attend_whole(qkv, shape) is None, "float32 is not cuDNN's"
+        narrow = qkv.bfloat16()
+        if length >= 1024:
+            whole_prompts.prepare(prepared, shape, torch.bfloat16, device)
+        found = whole_prompts.attend_whole(narrow, shape)
+        if length < 1024:
+            assert found is None
+            continue
+        q, k, v = narrow.float().view(length, 10, 64).transpose(0, 1)[None].split((6, 2, 2), dim=1)
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=shape.scale, enable_gqa=True
+        )
+        assert (found.float() - wanted[0].transpose(0, 1).reshape(length, -1)).abs().max().item() < 0.02
+    assert whole_prompts.attend_whole(torch.randn(1100, 640, device=device).bfloat16(), shape) is None, "not prepared"

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.engine.devices.cuda.attention import DecodeScratch, PrefillPlan, decode, prefill, prefill_tile
 from dovetail.engine.devices.cuda.splits import AttentionShape, SplitPlans
 from dovetail.engine.devices.cuda.transfer import to_device
+from dovetail.engine.devices.cuda.whole_prompts import attend_whole
 from dovetail.engine.sampler import is_shaped
 from dovetail.sched.turn import Turn, TurnRow
 
@@ -95,7 +95,9 @@ class MixedAttention:
     def __call__(self, qkv: Tensor, cache: Tensor, shape: AttentionShape) -> Tensor:
         batch = self._batch
         if batch.whole_prompt and shape.softcap is None and shape.window == 0:
-            return causal(qkv, shape)
+            attended = attend_whole(qkv, shape)
+            if attended is not None:
+                return attended
         size = shape.num_heads * shape.head_dim
         out = torch.empty(len(qkv), size, dtype=qkv.dtype, device=qkv.device)
         single = batch.num_single
@@ -105,15 +107,6 @@ class MixedAttention:
         if batch.plan is not None:
             prefill(qkv[:, :size], cache, batch.plan, shape, out)
         return out
-
-
-def causal(qkv: Tensor, shape: AttentionShape) -> Tensor:
-    """A prompt that has no context but itself: the vendor's kernels, which are faster than ours."""
-    heads = qkv.view(len(qkv), -1, shape.head_dim).transpose(0, 1)[None]  # [1, heads + 2·kv_heads, n, d]
-    q, k, v = heads.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
-    shared = shape.num_heads != shape.num_kv_heads
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=shape.scale, enable_gqa=shared)
-    return attended[0].transpose(0, 1).reshape(len(qkv), -1)
 
 
 def _to_device(fields: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:

@@ -146,7 +146,7 @@ class CudaExecutor:
         self._greedy_rows = GreedyRows()
         self._launched: deque[Launched] = deque(maxlen=2)  # not collected; the second follows the first
         self.was_typical = True
-        self._graphs_ahead = graphs_ahead(self._decode, self._chunk)
+        self._graphs_ahead = graphs_ahead(self._model, dtype, self._decode, self._chunk)
         if not self._weights.reads_host:
             compile_kernels(self.shape, self._model, self._cache, self._decode, self._chunk)
         self._sampler.compile()

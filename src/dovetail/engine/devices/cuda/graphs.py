@@ -165,6 +165,10 @@ class DecodeSteps:
         self._ran = ""  # the name of the last run's step
 
     @property
+    def device(self) -> torch.device:
+        return self._inputs.device
+
+    @property
     def max_batch(self) -> int:
         return self.buckets[-1]
 

@@ -8,12 +8,13 @@ import logging
 from collections.abc import Hashable, Iterator
 
 import torch
+from torch import Tensor
 
-from dovetail.engine.devices.cuda.batch import causal
 from dovetail.engine.devices.cuda.chunks import ChunkSteps
 from dovetail.engine.devices.cuda.graphs import DecodeSteps
-from dovetail.engine.devices.cuda.greedy import greedy
 from dovetail.engine.devices.cuda.model import CudaModel
+from dovetail.engine.devices.cuda.splits import AttentionShape
+from dovetail.engine.devices.cuda.whole_prompts import LENGTHS, load_library, prepare
 from dovetail.engine.kv_cache import KVCache
 
 LONG_PROMPTS = (1024, 4096)  # which no graph is for
@@ -27,20 +28,24 @@ def compile_kernels(shape: Hashable, model: CudaModel, kv: KVCache, decode: Deco
         return
     kv.resize(1)  # its address is looked at
     cache = kv.addresses()
-    few, device = model.one_of_each_kind(), cache.device
-    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(device)):
+    few = model.one_of_each_kind()
+    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(cache.device)):
         for bucket in decode.buckets:
             decode.run_empty(bucket, few)
         for kind in [*chunk.kinds, *chunk.mixed_kinds]:
             chunk.run_empty(kind, few)
         for length in LONG_PROMPTS:
-            tokens = torch.zeros(length, dtype=torch.int32, device=device)
-            last = torch.zeros(1, dtype=torch.int32, device=device)
-            nowhere = torch.full_like(tokens, -1)
-            greedy(few.forward(tokens, tokens, nowhere, cache, last, lambda qkv, _, shape: causal(qkv, shape)))
+            tokens = torch.zeros(length, dtype=torch.int32, device=cache.device)
+            few.forward(tokens, tokens, torch.full_like(tokens, -1), cache, tokens[:1], _queries)
+        load_library(few.layers[0].attention, cache.dtype, cache.device)
         torch.cuda.current_stream().synchronize()
     kv.resize(0)
     _COMPILED.add(shape)
+
+
+def _queries(qkv: Tensor, cache: Tensor, shape: AttentionShape) -> Tensor:
+    """In the place of attention, whose kernels shorter chunks have."""
+    return qkv[:, : shape.num_heads * shape.head_dim].contiguous()
 
 
 def capture_next(ahead: Iterator[bool]) -> bool:
@@ -52,11 +57,15 @@ def capture_next(ahead: Iterator[bool]) -> bool:
         return False
 
 
-def graphs_ahead(decode: DecodeSteps, chunk: ChunkSteps) -> Iterator[bool]:
-    """Captures one graph with each step, the likeliest first; yields whether it was not there."""
+def graphs_ahead(model: CudaModel, dtype: torch.dtype, decode: DecodeSteps, chunk: ChunkSteps) -> Iterator[bool]:
+    """Captures one graph with each step, or makes the plan for one length of prompts, the likeliest first; yields
+    whether it was not there."""
     for bucket in decode.buckets:
         for splits in (False, True):
             yield decode.capture(bucket, splits=splits, greedily=True)
             yield decode.capture(bucket, splits=splits, greedily=False)
     for kind in chunk.kinds:
         yield chunk.capture(kind)
+    for shape in model.attention_shapes():
+        for length in LENGTHS:
+            yield prepare(length, shape, dtype, decode.device)
