@@ -33,6 +33,17 @@ SETTLE_S = 10.0  # about so long that takes
 ENDED = ("completed", "cancelled", "failed", "expired")
 
 
+class Lines(msgspec.Struct, frozen=True):
+    """Of a batch."""
+
+    words: int = LINE_WORDS
+    tokens: int = LINE_TOKENS
+    settled: int = SETTLED_LINES
+
+
+PLAIN = Lines()
+
+
 class Side(msgspec.Struct, frozen=True):
     """Clients in one run."""
 
@@ -159,17 +170,15 @@ def _get(server: Running, path: str, key: str = "") -> dict[str, Any]:
 
 
 @contextmanager
-def endless_batch(
-    server: Running, models: Sequence[FleetModel], key: str = "", line_tokens: int = LINE_TOKENS
-) -> Iterator[str]:
+def endless_batch(server: Running, models: Sequence[FleetModel], key: str = "", shape: Lines = PLAIN) -> Iterator[str]:
     """One that has more lines than time."""
     with httpx.Client(base_url=server.url, timeout=120.0, trust_env=False, headers=key_header(key)) as client:
-        lines = {"file": ("lines.jsonl", _lines(models, line_tokens))}
+        lines = {"file": ("lines.jsonl", _lines(models, shape))}
         file = client.post("/v1/files", files=lines, data={"purpose": "batch"}).raise_for_status().json()["id"]
         body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
         batch = client.post("/v1/batches", json=body).raise_for_status().json()["id"]
         try:
-            while _get(server, f"/v1/batches/{batch}", key)["request_counts"]["completed"] < SETTLED_LINES:
+            while _get(server, f"/v1/batches/{batch}", key)["request_counts"]["completed"] < shape.settled:
                 time.sleep(0.2)
             yield batch
         finally:
@@ -179,12 +188,13 @@ def endless_batch(
                 time.sleep(0.2)
 
 
-def _lines(models: Sequence[FleetModel], tokens: int) -> bytes:
+def _lines(models: Sequence[FleetModel], shape: Lines) -> bytes:
     prompts = prompts_for(models, 0)
     lines = []
     for number in range(LINES):
         name = models[number % len(models)].name
-        body = {"model": name, "prompt": prompts[name].make(LINE_WORDS), "max_tokens": tokens, "ignore_eos": True}
+        body = {"model": name, "prompt": prompts[name].make(shape.words), "max_tokens": shape.tokens}
+        body["ignore_eos"] = True
         line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
         lines.append(json.dumps(line).encode())
     return b"\n".join(lines)

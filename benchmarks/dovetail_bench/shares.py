@@ -1,7 +1,8 @@
 """What two keys with a batch each get, and what a third one's clients notice of them.
 
-In turns on one server: the clients alone, the same clients beside both batches. The lines of one batch are three times
-as long as the other's: shares are of tokens, not of lines.
+In turns on one server: the clients alone, the same clients beside both batches. The lines of one batch are more than
+twice as long as the other's: shares are of tokens, not of lines. Tokens count when their line has ended, so lines are
+short, and as many of them have ended before as run at a time.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from pathlib import Path
 import msgspec
 
 from dovetail_bench.fleet import FleetModel, Report
-from dovetail_bench.gaps import Side, ask_clients, batch_server, endless_batch, usage_of, warm
+from dovetail_bench.gaps import Lines, Side, ask_clients, batch_server, endless_batch, usage_of, warm
 from dovetail_bench.load import Mix
 from dovetail_bench.servers import Running, running
 
 CLIENTS = "key-of-clients"
-OWNERS = {"key-of-short-lines": 32, "key-of-long-lines": 96}  # tokens of an answer
+SETTLED = 72
+OWNERS = {"key-of-short-lines": Lines(8, 16, SETTLED), "key-of-long-lines": Lines(8, 48, SETTLED)}
 
 
 class Round(msgspec.Struct, frozen=True):

@@ -429,3 +429,14 @@ def test_what_is_the_same_for_all_batches_is_asked_once() -> None:
     taken = list(schedule.take(0.0, load_tokens, has_room))
     assert len({line.batch for line in taken}) == 8
     assert asked == {"load": 1, "room": 9}
+
+
+def test_a_key_keeps_its_last_batches_and_those_that_are_not_over() -> None:
+    def batch(owner: str, number: int, ended_s: int | None) -> Batch:
+        return msgspec.structs.replace(BATCH, id=f"{owner}-{number}", owner=owner, ended_s=ended_s)
+
+    many = [batch("a", number, 1000) for number in range(job.MAX_ENDED + 3)]
+    kept = [batch("a", 9999, None), batch("b", 0, 1000)]
+    found = job.out_of_date([*many, *kept], now=1001, keep_s=100)
+    assert [one.id for one in found] == ["a-0", "a-1", "a-2"]
+    assert len(job.out_of_date([*many, *kept], now=1100, keep_s=100)) == len(many) + 1

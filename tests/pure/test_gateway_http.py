@@ -403,6 +403,18 @@ def test_targets_in_headers_are_checked_and_counted(tmp_path: Path) -> None:
     on_app(tmp_path, test)
 
 
+def test_medians_of_a_model_are_of_requests_that_somebody_waits_for(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        await client.post("/v1/completions", json=TEXT | {"service_tier": "flex"})
+        seen = service.metrics.of_model("fake")
+        assert (seen.ttft_p50_s, seen.tpot_p50_s) == (None, None)
+        await client.post("/v1/completions", json=TEXT)
+        assert seen.ttft_p50_s is not None
+        assert seen.tpot_p50_s is not None
+
+    on_app(tmp_path, test)
+
+
 TIERS = [("auto", "default"), ("default", "default"), ("scale", "default"), ("priority", "default"), ("flex", "flex")]
 
 

@@ -185,7 +185,8 @@ class GenerationTask:
                     self._trace.spoke(self._arrival, self._waits)
             choice.first_token_at = now
             watch.excuse(grace_s)  # once: a restart in the middle of a text is no excuse
-            self._metrics.observe_ttft(self.job.model.name, now - self._arrival)
+            service_class = self.job.requests[choice.order].service_class
+            self._metrics.observe_ttft(self.job.model.name, now - self._arrival, service_class)
         else:
             self._inter_token.observe(now - choice.last_token_at)
         choice.last_token_at = now
@@ -199,7 +200,7 @@ class GenerationTask:
         name = self.job.model.name
         self._metrics.success.labels(name, choice.finish.value).inc()
         self._metrics.request_generation.labels(name).observe(len(choice.tokens))
-        if choice.tpot_s is not None:
+        if choice.tpot_s is not None and not self.job.is_best_effort:
             self._metrics.of_model(name).add_tpot(choice.tpot_s)
         assert self._cluster is not None
         if not by_worker:

@@ -160,9 +160,12 @@ class Metrics:
     def of_model(self, model: str) -> ModelMetrics:
         return self._by_model.setdefault(model, ModelMetrics())
 
-    def observe_ttft(self, model: str, seconds: float) -> None:
+    def observe_ttft(
+        self, model: str, seconds: float, service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
+    ) -> None:
         self.ttft.labels(model).observe(seconds)
-        self.of_model(model).add_ttft(seconds)
+        if service_class is ServiceClass.LATENCY_SENSITIVE:  # nobody waits for the others
+            self.of_model(model).add_ttft(seconds)
 
     def observe_end(self, model: str, service_class: ServiceClass, outcome: Outcome) -> None:
         """Best effort has no targets: it is answered or not."""

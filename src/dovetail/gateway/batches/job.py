@@ -6,12 +6,28 @@ answered is kept, and what was not gets a line that says why.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from dovetail.errors import Conflict
 from dovetail.gateway.batches.records import Batch, Counts, LineProblem, Usage
+
+MAX_ENDED = 2000  # batches of one key that are kept: they are in memory, with what was wrong with their files
+
+
+def out_of_date(batches: Iterable[Batch], now: float, keep_s: float) -> list[Batch]:
+    """Those that ended long ago, and of each key those before its last ones. In the order in which they were made."""
+    ended = [batch for batch in batches if batch.ended_s is not None]
+    surplus = Counter(batch.owner for batch in ended)
+    found = []
+    for batch in ended:
+        assert batch.ended_s is not None
+        if surplus[batch.owner] > MAX_ENDED or now >= batch.ended_s + keep_s:
+            found.append(batch)
+            surplus[batch.owner] -= 1
+    return found
 
 
 def begin(batch: Batch, total: int, models: Sequence[str | None], now: int) -> Batch:

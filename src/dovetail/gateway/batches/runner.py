@@ -282,9 +282,8 @@ class BatchRunner:
         for file in list(self.store.files.values()):
             if file.id not in used and now >= (file.expires_s or file.created_s + keep_s):
                 await self._until_written(file.id, partial(self.store.drop_file, file.id))
-        for batch in list(self.store.batches.values()):
-            if batch.ended_s is not None and now >= batch.ended_s + keep_s:
-                await self._until_written(batch.id, partial(self.store.drop_batch, batch))
+        for batch in job.out_of_date(self.store.batches.values(), now, keep_s):
+            await self._until_written(batch.id, partial(self.store.drop_batch, batch))
 
     def observe(self) -> None:
         """For the metrics, when they are read."""
