@@ -135,6 +135,17 @@ def test_it_has_its_share_of_the_time_and_no_more(reserve: float) -> None:
     assert (produced(node, spare) > before) is (reserve > 0.0)
 
 
+def test_an_answer_that_is_ahead_is_not_held_back_to_its_pace() -> None:
+    """Its next token has time; the one after the last would come later than its pace."""
+    node = make_node(hosting=replace(HOSTING, latency=STEEP), composition=SERVED)
+    spare = running(node, spare_work(1, "b"))
+    work = running(node, make_work(2, "a", 64, ttft_s=60.0, tpot_s=0.035))
+    work.first_due_s = 60.0
+    before, turns = produced(node, spare), run(node, 0.0, 2.0)
+    assert not any(turn.is_best_effort for turn in turns)
+    assert produced(node, spare) == before
+
+
 def test_suspended_ones_keep_their_blocks_and_their_tokens() -> None:
     node = make_node(hosting=replace(HOSTING, latency=STEEP), composition=SERVED.having(reserve=0.0))
     spare = running(node, spare_work(1))

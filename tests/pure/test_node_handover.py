@@ -15,7 +15,7 @@ from dovetail.node.runtime import NodeRuntime
 from dovetail.policy.compositions import SERVED
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.placement import Hosting
-from dovetail.policy.work import RequestRecord
+from dovetail.policy.work import FEW_TOKENS, RequestRecord
 
 ROWS = 24  # answers that the destination has of its own
 MOVING, MIGRATION = 100, 1
@@ -291,3 +291,15 @@ def test_the_last_part_of_a_copy_does_not_come_before_an_answer_that_goes_on() -
     there.instance.held_tokens += 330 + there.instance.hosting.block_tokens
     there.now += 0.01
     assert there.begin().decodes
+
+
+def test_a_copy_has_as_many_tokens_as_hardly_take_longer_than_few() -> None:
+    taken = {}
+    for token_s in (DEAR, FREE):
+        there = Destination(token_s, rows=0)
+        there.take(record(200, input_tokens=300, produced=50), hold=2)
+        there.instance.waiting[0].computed = 280  # of 350
+        there.instance.held_tokens += 280 + there.instance.hosting.block_tokens
+        (share,) = there.begin().prompts
+        taken[token_s] = share.tokens
+    assert taken == {DEAR: FEW_TOKENS, FREE: 70}

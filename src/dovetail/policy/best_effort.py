@@ -33,11 +33,13 @@ def seat_beside(lanes: Sequence[Lane], rule: TurnRule) -> None:
 
 
 def is_harmless(lanes: Sequence[Lane], seconds: float, now: float, silence_s: float) -> bool:
-    """Whether nobody is late if the device does something else for so long: no prompt waits, and answers have time."""
+    """Whether nobody notices if the device does something else for so long: no prompt waits, every next token is in
+    time, and none comes later after the one before than its pace. Answers that are ahead of their pace are not held
+    back to it: what they have gained is theirs, and an answer may be shorter than its pace was spread over."""
     if any(one.waiting for one in lanes):
         return False
-    begins_s = begins_by_s([(latest_s(one, silence_s), one.batch_s()) for one in lanes if one.answers])
-    return now + seconds <= begins_s
+    decodes = [(min(latest_s(one, silence_s), one.spoke_s + one.tpot_s), one.batch_s()) for one in lanes if one.answers]
+    return now + seconds <= begins_by_s(decodes)
 
 
 class Spare(NamedTuple, Generic[LaneT]):

@@ -79,6 +79,12 @@ def part_limit_s(part_s: float, split: float) -> float:
     return max(part_s, SPLIT_LIMIT * split)
 
 
+def stretched_s(limit_s: float, whole_s: float, lost: float) -> float:
+    """The same where what is left of a prompt takes `whole_s`: all of it, if a part less costs more than others wait
+    longer."""
+    return whole_s if limit_s < whole_s <= limit_s + lost else limit_s
+
+
 def in_parts_s(seconds: float, part_s: float, split: float, lost: float) -> float:
     """What takes so long in one piece, in parts, each of which takes `lost` longer."""
     limit_s = part_limit_s(part_s, split)

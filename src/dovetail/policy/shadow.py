@@ -7,7 +7,6 @@ after it. Instances that are loading or resizing take part from when they are ex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 from dovetail.policy.headroom import (
     INFINITY,
@@ -17,203 +16,23 @@ from dovetail.policy.headroom import (
     Prefill,
     Refusal,
     choose_turn,
-    guards_decodes,
     is_overcommitted,
     is_overtaken,
     must_be_late,
 )
-from dovetail.policy.latency import prompt_s, prompts_s
 from dovetail.policy.parts import (
     FEWEST_TOKENS,
-    MOST_PROMPTS,
     begins_by_s,
-    in_parts_s,
-    least_s,
     part_limit_s,
-    parts_of,
-    tokens_together,
+    stretched_s,
 )
+from dovetail.policy.player import Player
 from dovetail.policy.rounds import SMOOTH_LIMIT, may_compute, next_to_answer, part_between_s
 from dovetail.policy.turn_rule import TurnRule
 
 # Bounds on what one validation costs. They are reached only where prefills wait by the dozen. In rounds there is a rule
 # for what comes after, so that fewer do.
 MAX_TURNS, MAX_TURNS_IN_ROUNDS = 192, 64
-_BY_URGENCY = attrgetter("urgent_s")
-
-
-class _Player:
-    """One instance while its turns are played."""
-
-    __slots__ = (
-        "batch",
-        "begun",
-        "deadline_s",
-        "decode_s",
-        "due_s",
-        "frees_bytes",
-        "is_settled",
-        "latency",
-        "latest_s",
-        "least_s",
-        "left_s",
-        "next",
-        "overestimate",
-        "prefills",
-        "prompted_s",
-        "ready_s",
-        "rule",
-        "spoke_s",
-        "tpot_s",
-        "turned_s",
-        "urgent_s",
-    )
-
-    def __init__(self, demand: InstanceDemand, rule: TurnRule) -> None:
-        self.rule = rule
-        self.batch = demand.batch
-        self.latency = demand.latency
-        self.overestimate = demand.overestimate
-        self.frees_bytes = demand.frees_bytes
-        self.decode_s = demand.decode_s
-        self.due_s = demand.decode_deadline_s  # of its running requests
-        self.spoke_s = demand.spoke_s
-        self.turned_s = demand.turned_s
-        self.prompted_s = demand.prompted_s
-        self.tpot_s = demand.tpot_s
-        self.ready_s = demand.ready_s
-        self.prefills: Sequence[Prefill] = demand.prefills
-        self.next = 0  # of the prefills
-        self.begun = 0  # tokens of it that are computed
-        self.is_settled = False  # it has had a token since the last prefill of anybody
-        self.left_s = self.least_s = 0.0  # what is left of it in parts, and what the smallest part takes
-        self.look_ahead()
-
-    def look_ahead(self) -> None:
-        """When its next token is due, after any change."""
-        due_s, spoke_s, rule = self.due_s, self.spoke_s, self.rule
-        deadline_s = due_s
-        urgent_s, latest_s = spoke_s + rule.turn_silence_s, spoke_s + rule.max_silence_s
-        if due_s < urgent_s:
-            urgent_s = due_s
-        self.latest_s = due_s if due_s < latest_s else latest_s  # its running requests must have their next token
-        if self.next < len(self.prefills):
-            first = self.prefills[self.next]
-            if first.due_s < deadline_s:
-                deadline_s = first.due_s
-            if first.urgent_s < urgent_s:
-                urgent_s = first.urgent_s
-            self._look_at(first)
-        self.deadline_s = deadline_s
-        self.urgent_s = urgent_s
-
-    def _look_at(self, first: Prefill) -> None:
-        left_s, part_s = first.seconds, self.rule.part_s
-        self.least_s = first.part_s
-        if self.begun:
-            assert self.latency is not None
-            start, tokens = self.left_of(first)
-            left_s = prompt_s(self.latency, start, tokens) * self.overestimate
-            self.least_s = least_s(self.latency, start, tokens) * self.overestimate
-        self.left_s = left_s if left_s <= part_s else in_parts_s(left_s, part_s, first.split_s, first.lost_s)
-
-    def left_of(self, first: Prefill) -> tuple[int, int]:
-        """Which tokens of the prefill that is next are left: from which on, and how many."""
-        return first.start + self.begun, first.tokens - self.begun
-
-    def take(self, candidate: Candidate) -> Prefill | None:
-        """The candidate joins; returns its prefill, if it needs one."""
-        self.batch += 1
-        self.decode_s = candidate.decode_s
-        prefill = None
-        if candidate.prefill_s:
-            urgent_s = min(candidate.deadline_s, candidate.urgent_s)
-            prefill = Prefill(
-                candidate.deadline_s,
-                urgent_s,
-                candidate.prefill_s,
-                candidate.tpot_s,
-                candidate.safety_s,
-                candidate.part_s,
-                candidate.split_s,
-                candidate.lost_s,
-                candidate.start,
-                candidate.tokens,
-            )
-            self.prefills = sorted((*self.prefills, prefill), key=_BY_URGENCY) if self.prefills else (prefill,)
-        else:
-            self._run(candidate.deadline_s, candidate.tpot_s)
-        self.look_ahead()
-        return prefill
-
-    def prefills_next(self, clock: float) -> bool:
-        """Whether a turn of it now is a prefill."""
-        if self.next == len(self.prefills):
-            return False
-        if self.rule.part_s != INFINITY:
-            return True  # unless somebody overtakes it
-        first = self.prefills[self.next]
-        return not self.rule.guards_decodes or not guards_decodes(clock, first.seconds, first.urgent_s, self.latest_s)
-
-    def compose(self, seconds: float, clock: float) -> tuple[float, list[Prefill]]:
-        """An iteration for its prompts of about so long, as `policy.turn` makes it: what it takes, and which prefills
-        are done with it. With none, a part of the first one is."""
-        first = self.prefills[self.next]
-        limit_s = part_limit_s(self.rule.part_s, first.split_s)
-        if self.latency is None or limit_s < self.left_s <= seconds:  # it has no parts, or nobody comes between them
-            return self.left_s, [self._pop()]
-        waiting = self.prefills[self.next + 1 : self.next + MOST_PROMPTS] if self.rule.packs_prompts else ()
-        start, pending = self.left_of(first)
-        more = [one.tokens for one in waiting]
-        within_s, left_s = min(seconds, limit_s) / self.overestimate, (first.due_s - clock) / self.overestimate
-        tokens = tokens_together(self.latency, start, pending, more, within_s, left_s)
-        parts = [(start, tokens[0]), *((one.start, one.tokens) for one, _ in zip(waiting, tokens[1:], strict=False))]
-        done = [self._pop() for _ in tokens] if tokens[0] == pending else []
-        if not done:
-            self.begun += tokens[0]
-            self._look_at(first)
-        return prompts_s(self.latency, parts) * self.overestimate, done
-
-    def parts_of(self, prefill: Prefill, seconds: float) -> tuple[float, float]:
-        """How many parts of about so long are left of it, and what one takes."""
-        if self.latency is None:
-            return 1.0, prefill.seconds
-        begun = self.begun if prefill is self.prefills[self.next] else 0
-        within_s = seconds / self.overestimate
-        count, part_s = parts_of(self.latency, prefill.start + begun, prefill.tokens - begun, within_s)
-        return count, part_s * self.overestimate
-
-    def _pop(self) -> Prefill:
-        done = self.prefills[self.next]
-        self.next += 1
-        self.begun = 0
-        return done
-
-    def turned(self, spent_s: float, clock: float) -> None:
-        """A turn of so long that was spent on a prompt has ended."""
-        self.turned_s = clock
-        self.prompted_s += spent_s
-
-    def join(self, done: Prefill, clock: float) -> None:
-        """What was prefilled runs from now on."""
-        if self.decode_s:  # a prefill instance of its own hands it over instead
-            self._run(min(done.due_s, clock + done.safety_s) + done.tpot_s, done.tpot_s)
-            if clock < self.spoke_s:
-                self.spoke_s = clock
-        self.look_ahead()
-
-    def _run(self, due_s: float, tpot_s: float) -> None:
-        if due_s < self.due_s:
-            self.due_s = due_s
-        if tpot_s < self.tpot_s:
-            self.tpot_s = tpot_s
-
-    def decode(self, times: int, clock: float) -> None:
-        self.due_s += times * self.tpot_s
-        self.spoke_s = self.turned_s = clock
-        self.prompted_s = 0.0
-        self.is_settled = True
-        self.look_ahead()
 
 
 def validate(
@@ -263,9 +82,9 @@ class _Play:
     __slots__ = ("_awaited", "_in_rounds", "_last_ready_s", "_parted_s", "_players", "_round_s", "_rule", "_waiting")
 
     def __init__(self, demands: Sequence[InstanceDemand], target: int, candidate: Candidate, rule: TurnRule) -> None:
-        joined = _Player(demands[target], rule)
+        joined = Player(demands[target], rule)
         self._awaited = joined.take(candidate)  # the candidate's own prefill, until it is done
-        self._players = [_Player(one, rule) for index, one in enumerate(demands) if index != target and one.batch]
+        self._players = [Player(one, rule) for index, one in enumerate(demands) if index != target and one.batch]
         self._players.append(joined)
         self._rule = rule
         self._in_rounds = rule.in_rounds and len(self._players) > 1
@@ -348,7 +167,7 @@ class _Play:
             answers.append((one.tpot_s, one.tpot_s))
         return None
 
-    def _next_in_rounds(self, ready: Sequence[_Player], clock: float) -> tuple[_Player | None, float, float]:
+    def _next_in_rounds(self, ready: Sequence[Player], clock: float) -> tuple[Player | None, float, float]:
         """Whose turn it is by `policy.rounds`; until when it computes a part of its prompt, 0 if it decodes; and the
         time, which is later if rounds could be played as one."""
         answering = [one for one in ready if one.due_s != INFINITY]
@@ -360,10 +179,11 @@ class _Play:
             return prompter, INFINITY, clock
         first = prompter.prefills[prompter.next]
         part_s = part_between_s(prompter, answering, self._rule.part_s, first.split_s)
+        part_s = stretched_s(part_s, prompter.whole_s, first.lost_s)
         clock = self._skip_parts(prompter, answering, part_s, clock)
         return prompter, clock + part_s, clock
 
-    def _skip_parts(self, prompter: _Player, answering: Sequence[_Player], part_s: float, clock: float) -> float:
+    def _skip_parts(self, prompter: Player, answering: Sequence[Player], part_s: float, clock: float) -> float:
         """The time after the rounds that certainly lie before the last parts of its prompt, each with a part so long:
         they are played as one while nobody gets late in them."""
         first, others_s = prompter.prefills[prompter.next], sum(one.decode_s for one in answering)
@@ -397,7 +217,7 @@ class _Play:
         prompter.turned_s = self._parted_s = clock
         return clock
 
-    def _overtaking(self, chosen: _Player, ready: Sequence[_Player], clock: float) -> tuple[_Player, float]:
+    def _overtaking(self, chosen: Player, ready: Sequence[Player], clock: float) -> tuple[Player, float]:
         """Who computes: the chosen one its prompt, until the time that is returned, or, with 0, somebody who decodes
         before it."""
         in_time = [one for one in ready if one.due_s != INFINITY and one.latest_s >= clock]
@@ -411,7 +231,7 @@ class _Play:
             until_s = min(until_s, first_ready + self._rule.part_s)
         return chosen, max(until_s, clock)
 
-    def _prefilled(self, player: _Player, done: Sequence[Prefill], clock: float) -> Refusal | None:
+    def _prefilled(self, player: Player, done: Sequence[Prefill], clock: float) -> Refusal | None:
         """These have their token now, and run; who is late."""
         for one in done:
             if clock > one.due_s:
@@ -424,7 +244,7 @@ class _Play:
             player.is_settled = False
         return None
 
-    def _in_a_row(self, chosen: _Player, ready: Sequence[_Player], clock: float) -> int:
+    def _in_a_row(self, chosen: Player, ready: Sequence[Player], clock: float) -> int:
         """How many iterations it has before anybody else is more urgent or gets ready: they are played as one."""
         urgent = INFINITY
         for one in ready:
@@ -441,7 +261,7 @@ class _Play:
             times = min(times, int((first_ready - clock) / chosen.decode_s) + 1)
         return times
 
-    def _skip_rounds(self, ready: Sequence[_Player], clock: float) -> float:
+    def _skip_rounds(self, ready: Sequence[Player], clock: float) -> float:
         """The time after the rounds of decodes that certainly lie before the next prefill or the next instance that
         gets ready. Once everyone has had a token in time they are played as one: by case 3 each round leaves everyone
         better off."""
@@ -467,7 +287,7 @@ class _Play:
             one.decode(rounds, clock)
         return clock
 
-    def _rounds_until(self, urgent: float, group: Sequence[_Player], clock: float) -> int:
+    def _rounds_until(self, urgent: float, group: Sequence[Player], clock: float) -> int:
         """How many rounds of all of them come before something that is this urgent, one less to be sure."""
         round_s, rounds = 0.0, INFINITY
         for one in group:
@@ -481,7 +301,7 @@ class _Play:
             rounds = min(rounds, (first_ready - clock) / round_s)
         return int(rounds) - 1 if rounds < INFINITY else 0
 
-    def _drains_s(self, chosen: _Player, ready: Sequence[_Player], urgent: float, clock: float) -> float:
+    def _drains_s(self, chosen: Player, ready: Sequence[Player], urgent: float, clock: float) -> float:
         """How long everyone else has slack, so that it goes on running as what frees most."""
         slack_s = self._rule.slack_s
         if slack_s is None or chosen.deadline_s - clock <= slack_s or chosen.urgent_s - clock <= SILENCE_MARGIN_S:

@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple
 from dovetail.policy.headroom import INFINITY, choose_turn, guards_decodes, is_overtaken
 from dovetail.policy.iteration import Iteration, LaneT
 from dovetail.policy.lane import Lane
+from dovetail.policy.latency import prompt_s
 from dovetail.policy.parts import (
     FEWEST_TOKENS,
     MOST_PROMPTS,
@@ -21,7 +22,9 @@ from dovetail.policy.parts import (
     is_unhurried,
     least_s,
     part_limit_s,
+    stretched_s,
     tokens_together,
+    tokens_within,
 )
 from dovetail.policy.rounds import (
     SMOOTH_LIMIT,
@@ -34,6 +37,7 @@ from dovetail.policy.rows import awaiting_rows, latest_s, split_rows
 from dovetail.policy.turn_rule import TurnRule
 from dovetail.policy.work import FEW_TOKENS, Work
 
+HARDLY_LONGER = 1.25  # times what few tokens of a copy take
 FEW_PROMPTS = 8  # that wait: of more nobody counts whether they have time
 
 
@@ -201,9 +205,7 @@ def _in_parts(device: DeviceSnapshot[LaneT], chosen: LaneT, now: float) -> Itera
     rule = device.rule
     if rule.in_rounds and (first := chosen.waiting[0]).is_resuming:
         has_waited = bool(first.hold and chosen.running) and now - chosen.spoke_s >= chosen.batch_s()
-        # While another answer may be handed over, copies are computed in small parts.
-        most = FEWEST_TOKENS if first.hold and device.is_awaiting else FEW_TOKENS
-        return Iteration(chosen) if has_waited else Iteration(chosen, _resuming(chosen, most), decodes=False)
+        return Iteration(chosen) if has_waited else Iteration(chosen, _resuming(device, chosen), decodes=False)
     split = chosen.splitting_s()
     limit_s = part_limit_s(rule.part_s, split)
     if rule.in_rounds and chosen.running and _have_time(chosen, now):
@@ -235,6 +237,7 @@ def _part_of(device: DeviceSnapshot[LaneT], prompter: LaneT, now: float, limit_s
     """As much of its first prompt as can be computed before the running requests of anybody have to go on, and in
     so long; a decode of those who would be late even so."""
     first, decoding = prompter.waiting[0], {one: one.decode_s() for one in device.ready if one.running}
+    limit_s = stretched_s(limit_s, prompter.at_once_s(first, first.start), prompter.lost_s())
     begins_s, strictest = _begins(decoding, now)
     if strictest is not None:
         remaining_s = prompter.left_s(first, first.start)
@@ -291,9 +294,15 @@ def _fewest_tokens(device: DeviceSnapshot[LaneT], lane: LaneT) -> int:
     return SMOOTH_TOKENS if holds_answers and not _is_promised(device) else FEWEST_TOKENS
 
 
-def _resuming(lane: Lane, most: int) -> tuple[Share, ...]:
+def _resuming(device: DeviceSnapshot[LaneT], lane: LaneT) -> tuple[Share, ...]:
     """Answers that go on with the next iteration, as many as the pool has room for: they come before prompts and
-    before copies of those that go on elsewhere, of which an iteration computes so many tokens at most."""
+    before copies of those that go on elsewhere, of which an iteration computes few tokens; fewer while another answer
+    may be handed over, and as many as hardly take longer."""
+    first, latency = lane.waiting[0], lane.hosting.latency
+    most = FEWEST_TOKENS if first.hold and device.is_awaiting else FEW_TOKENS
+    if first.hold and first.pending_tokens > most:
+        seconds = HARDLY_LONGER * prompt_s(latency, first.computed, most)
+        most = max(tokens_within(latency, first.computed, first.pending_tokens, seconds), most)
     shares: list[Share] = []
     needs: list[int] = []  # tokens of each
     is_copy = bool(lane.waiting[0].hold)
