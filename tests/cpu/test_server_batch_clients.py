@@ -5,10 +5,11 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,44 @@ def test_lines_are_beside_the_limits_of_their_key(one: openai.OpenAI, two: opena
     assert two.completions.create(model="llama", prompt="x", max_tokens=1).choices
 
 
-def test_two_keys_with_a_batch_each_have_equal_shares(server: Server, two: openai.OpenAI) -> None:
+@contextmanager
+def asking(server: Server, key: str) -> Iterator[list[float]]:
+    """One request after the other; how long each took."""
+    ends, took = threading.Event(), list[float]()
+
+    def run() -> None:
+        client = server.client(api_key=key)
+        while not ends.wait(0.1):
+            began_s = time.monotonic()
+            client.completions.create(model="llama", prompt="x", max_tokens=20, extra_body={"ignore_eos": True})
+            took.append(time.monotonic() - began_s)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield took
+    finally:
+        ends.set()
+        thread.join()
+
+
+def attained(server: Server) -> tuple[float, float]:
+    """Requests of clients so far: those with every token in time, and all."""
+    text = server.get("/metrics", headers={"authorization": "Bearer sk-watch"}).text
+    found = re.findall(r'^dovetail:slo_requests_total\{.*outcome="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    return sum(float(count) for outcome, count in found if outcome == "attained"), sum(float(one[1]) for one in found)
+
+
+def test_two_keys_with_a_batch_each_have_equal_shares_beside_a_third(server: Server, two: openai.OpenAI) -> None:
+    before = attained(server)
+    with asking(server, "sk-watch") as took:
+        share_tokens(server, two)
+    in_time, all_of_them = (late - early for early, late in zip(before, attained(server), strict=True))
+    assert all_of_them >= len(took) > 20
+    assert in_time >= 0.99 * all_of_them, (in_time, all_of_them)
+
+
+def share_tokens(server: Server, two: openai.OpenAI) -> None:
     clients = (server.client(api_key="sk-one"), two)
     ids = [
         submit(client, [completion(number, max_tokens=count) for number in range(4000)]).id
