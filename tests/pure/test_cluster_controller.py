@@ -16,7 +16,7 @@ from dovetail.cluster.starting import MAX_CANDIDATES
 from dovetail.node.node import Node
 from dovetail.node.protocol import Evicted
 from dovetail.node.runtime import NodeRuntime
-from dovetail.policy.compositions import Composition
+from dovetail.policy.compositions import SERVED, Composition
 from dovetail.policy.lateness import ServeLate
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.work import Phase, RequestRecord, Work
@@ -85,6 +85,23 @@ def test_a_second_request_joins_the_instance_of_the_first() -> None:
     assert isinstance(first, Placed)
     assert isinstance(second, Placed)
     assert (second.instance, second.how) == (first.instance, How.JOIN)
+
+
+def test_best_effort_goes_where_nobody_else_has_work() -> None:
+    """Beside a model that serves others on one node, it starts the model anew on a free one, which all of it shares."""
+    controller = make_cluster(make_node(name="busy"), make_node(name="free"), composition=SERVED)
+    submit(controller, make_work(0, "a"))
+    placed = []
+    for id, model in enumerate("aab", start=1):
+        work = make_work(id, model, ttft_s=300.0, tpot_s=60.0)
+        work.is_best_effort, work.is_strict = True, False
+        placed.append(submit(controller, work))
+        serve_all(handle_of(controller, 1).runtime, 0.0)
+    found = [(one.node.name, one.how) for one in placed if isinstance(one, Placed)]
+    assert found == [("free", How.START), ("free", How.JOIN), ("free", How.START)]
+    waited_for = submit(controller, make_work(9, "a"))
+    assert isinstance(waited_for, Placed)
+    assert (waited_for.node.name, waited_for.how) == ("busy", How.JOIN)
 
 
 def test_a_request_without_a_place_is_queued_and_dropped_when_its_token_is_due() -> None:

@@ -93,14 +93,22 @@ class Placer:
         return placed or (yield from start_or_make_way(self, search))
 
     def fill_gaps(self, search: Search, *, may_start: bool) -> Asking[Placed | None]:
-        """For best effort: on an instance that is there, or on a new one where nothing else has work; on the model's
-        first one anywhere."""
-        placed = yield from self.join(search)
-        if placed is None and may_start:
-            is_first = not self.num_open(search.work.model)
-            nodes = [node for node in self.window(search.record) if is_first or node.is_idle]
+        """For best effort: where nobody else has work, on an instance that is there or on a new one; else in gaps that
+        others leave, and on a new one only if the model has none."""
+        busy = self._busy()
+        if may_start and all(view.node.name in busy for view in self._by_model[search.work.model]):
+            nodes = [node for node in self.window(search.record) if node.name not in busy]
             placed = yield from start(self, search, nodes)
+            if placed is not None:
+                return placed
+        placed = yield from self.join(search)
+        if placed is None and may_start and not self.num_open(search.work.model):
+            placed = yield from start(self, search, self.window(search.record))
         return placed
+
+    def _busy(self) -> set[str]:
+        """Nodes where somebody has work who is waited for."""
+        return {view.node.name for view in self._instances.values() if view.batch}
 
     def come_back(self, search: Search) -> Asking[Placed | None]:
         """A place without making room for it."""
@@ -221,6 +229,10 @@ class Placer:
             spare = self._order.rank([view for view in views if view.fills_gaps], turn)
             views = self._order.rank([view for view in views if not view.fills_gaps], turn)
             return [*views, *spare[:1]]
+        if work.is_best_effort and len(views) > 1:
+            busy = self._busy()
+            free = [view for view in views if view.node.name not in busy]
+            return [*self._order.rank(free, turn), *self._order.rank([one for one in views if one not in free], turn)]
         return self._order.rank(views, turn)
 
     def _preempt(self, search: Search) -> Asking[Placed | None]:
