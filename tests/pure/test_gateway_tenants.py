@@ -14,7 +14,7 @@ from edge_server import Edge, running_edge
 
 from dovetail.config import Config, KeyConfig
 from dovetail.errors import InvalidRequest, QuotaExceeded
-from dovetail.gateway.http.accounts import Account, Window
+from dovetail.gateway.http.accounts import KeyAccount, Window
 
 TEXT = {"model": "fake", "prompt": "hi ", "max_tokens": 2}
 KEYS: list[dict[str, Any]] = [
@@ -141,7 +141,7 @@ def test_a_window_gives_back_what_is_a_minute_old() -> None:
 
 
 def test_an_account_charges_what_is_known_when_it_is_known() -> None:
-    account = Account(
+    account = KeyAccount(
         KeyConfig.model_validate({"name": "k", "key": "x", "requests_per_minute": 5, "tokens_per_minute": 9})
     )
     account.begin(0.0)

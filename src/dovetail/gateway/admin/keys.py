@@ -13,7 +13,7 @@ from starlette.types import Scope
 
 from dovetail.config import KeyConfig
 from dovetail.errors import PermissionDenied, QuotaExceeded, Unauthenticated
-from dovetail.gateway.http.accounts import Account, Window
+from dovetail.gateway.http.accounts import KeyAccount, Window
 from dovetail.gateway.http.listen import is_loopback
 
 PROBES = frozenset({"/health", "/live", "/version"})  # say nothing of models or configuration
@@ -47,7 +47,7 @@ def is_of_admin(path: str) -> bool:
 class Caller:
     """Who sent a request."""
 
-    account: Account | None = None  # None = nobody has keys here
+    account: KeyAccount | None = None  # None = nobody has keys here
     is_admin: bool = False
     has_metrics: bool = False
 
@@ -59,7 +59,7 @@ class ApiKeys:
     def __init__(self, keys: Sequence[KeyConfig], clock: Callable[[], float]) -> None:
         self._clock = clock
         self._keys: list[tuple[bytes, KeyConfig]] = []
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, KeyAccount] = {}
         self._guesses = Guesses()
         self._local: bytes | None = None
         self.replace(keys)
@@ -79,7 +79,7 @@ class ApiKeys:
         before = {key.name: key for _, key in self._keys}
         self._keys = [(_digest(key.key.get_secret_value().strip().encode()), key) for key in keys]
         kept = {key.name: self._accounts[key.name] for key in keys if _same_limits(key, before.get(key.name))}
-        self._accounts = {key.name: kept.get(key.name) or Account(key) for key in keys}
+        self._accounts = {key.name: kept.get(key.name) or KeyAccount(key) for key in keys}
 
     def check(self, scope: Scope) -> Caller:
         """Who calls, if they may do what they ask for. Takes a call that asks the models from their quota."""

@@ -40,7 +40,7 @@ class Window:
         self._used += count
 
 
-class Account:
+class KeyAccount:
     """One key's use. A call is one request when it comes in; what it asks for is charged when that is known."""
 
     def __init__(self, key: KeyConfig) -> None:

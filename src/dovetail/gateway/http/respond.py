@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import RequestError
 from dovetail.gateway.generation_task import Delta, Origin, Waits
-from dovetail.gateway.http.accounts import Account
+from dovetail.gateway.http.accounts import KeyAccount
 from dovetail.gateway.http.answers import Answer, UsageCount
 from dovetail.gateway.http.chat_reply import ChatReply
 from dovetail.gateway.http.problems import openai_problem
@@ -75,8 +75,8 @@ def origin_of(scope: Scope) -> Origin:
     return Origin(state.get("arrived_s") or time.monotonic(), state.get("key", ""), limit, trace, is_batch)
 
 
-def _account_of(scope: Scope) -> Account | None:
-    account: Account | None = getattr(scope.get("state", {}).get("caller"), "account", None)
+def _account_of(scope: Scope) -> KeyAccount | None:
+    account: KeyAccount | None = getattr(scope.get("state", {}).get("caller"), "account", None)
     return account
 
 
