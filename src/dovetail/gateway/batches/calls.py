@@ -19,7 +19,7 @@ _HOST = b"localhost"
 
 
 @dataclass(frozen=True)
-class Answer:
+class LineAnswer:
     """Of one line."""
 
     status: int
@@ -28,7 +28,7 @@ class Answer:
     retry_after_s: float | None = None
 
 
-async def ask(app: ASGIApp, endpoint: str, body: bytes, owner: str) -> Answer:
+async def ask(app: ASGIApp, endpoint: str, body: bytes, owner: str) -> LineAnswer:
     """Cancel to have it end: nothing of it runs afterwards."""
     request_id = uuid.uuid4().hex
     current_client.set(f"batches of {owner}")  # beside what the owner asks by itself
@@ -42,7 +42,7 @@ async def ask(app: ASGIApp, endpoint: str, body: bytes, owner: str) -> Answer:
         return {"type": "http.request", "body": body, "more_body": False}
 
     await app(_scope(endpoint, owner, request_id), receive, collected.send)
-    return Answer(collected.status, request_id, _one_line(collected.body), collected.retry_after_s)
+    return LineAnswer(collected.status, request_id, _one_line(collected.body), collected.retry_after_s)
 
 
 def _scope(endpoint: str, owner: str, request_id: str) -> Scope:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from dovetail.daytime import parse_hours
 from dovetail.errors import RequestError
 from dovetail.gateway.admin.settings import Settings
-from dovetail.gateway.batches.calls import Answer, ask
+from dovetail.gateway.batches.calls import LineAnswer, ask
 from dovetail.gateway.batches.check import InputLine
 from dovetail.gateway.batches.pacing import Pace
 from dovetail.gateway.batches.progress import eta_s
@@ -167,7 +167,7 @@ def _body_of(batch: Batch, line: InputLine) -> bytes:
     return msgspec.json.encode({"store": False, **msgspec.json.decode(body)})
 
 
-def _message(answer: Answer) -> str:
+def _message(answer: LineAnswer) -> str:
     try:
         return str(msgspec.json.decode(answer.body)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):

@@ -66,7 +66,7 @@ class ReplyOptions:
 
 
 @dataclass
-class Answer:
+class CollectedChoice:
     """One choice, collected."""
 
     text: list[str] = field(default_factory=list)

@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.gateway.generation_task import Delta
-from dovetail.gateway.http.answers import Answer, Frame, ReplyOptions, TokenNames, TokenReport, UsageCount, finish_of
+from dovetail.gateway.http.answers import (
+    CollectedChoice,
+    Frame,
+    ReplyOptions,
+    TokenNames,
+    TokenReport,
+    UsageCount,
+    finish_of,
+)
 from dovetail.gateway.http.replies import (
     AssistantMessage,
     CalledFunction,
@@ -130,7 +138,7 @@ class ChatReply:
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         return self._chunk([], usage)
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
+    def whole(self, answers: Sequence[CollectedChoice], usage: Usage) -> ChatCompletion:
         completion = ChatCompletion(
             id=self._id,
             object="chat.completion",
@@ -153,7 +161,7 @@ class ChatReply:
             )
         return completion
 
-    def _whole_choice(self, index: int, answer: Answer) -> ChatChoice:
+    def _whole_choice(self, index: int, answer: CollectedChoice) -> ChatChoice:
         reader = self._make_reader()
         parts = reader.feed("".join(answer.text))
         parts.add(reader.flush())

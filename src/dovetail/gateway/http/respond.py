@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from dovetail.errors import RequestError
 from dovetail.gateway.generation_task import Delta, Origin, Waits
 from dovetail.gateway.http.accounts import KeyAccount
-from dovetail.gateway.http.answers import Answer, UsageCount
+from dovetail.gateway.http.answers import CollectedChoice, UsageCount
 from dovetail.gateway.http.chat_reply import ChatReply
 from dovetail.gateway.http.problems import openai_problem
 from dovetail.gateway.http.text_reply import TextReply
@@ -137,7 +137,7 @@ class GenerationResponse(Response):
             await until_disconnect(receive, send_all(send, taken.origin, taken.usage))
 
     async def _send_whole(self, send: Send, origin: Origin, usage: UsageCount) -> None:
-        answers = [Answer() for request in self._job.requests for _ in range(request.num_choices)]
+        answers = [CollectedChoice() for request in self._job.requests for _ in range(request.num_choices)]
         waits: Waits | None = None
         async with aclosing(self._run(self._job, origin)) as deltas:
             async for delta in deltas:
@@ -151,7 +151,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _written(self, answers: Sequence[Answer], usage: UsageCount) -> bytes:
+    async def _written(self, answers: Sequence[CollectedChoice], usage: UsageCount) -> bytes:
         count, total = sum(answer.num_reports for answer in answers), usage.total()
         return await self._json(count, lambda: self._reply.whole(answers, total)) or b""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dovetail.gateway.generation_task import Delta
 from dovetail.gateway.http.answers import (
-    Answer,
+    CollectedChoice,
     Frame,
     ReplyOptions,
     TextOffsets,
@@ -83,7 +83,7 @@ class TextReply:
     def usage_chunk(self, usage: Usage) -> TextCompletion:
         return self._chunk([], usage)
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> TextCompletion:
+    def whole(self, answers: Sequence[CollectedChoice], usage: Usage) -> TextCompletion:
         choices = [
             self._whole_choice(index, at, answers) for index, at in enumerate(self._kept(answers))
         ]  # fmt: skip
@@ -94,7 +94,7 @@ class TextReply:
             body.warnings = list(self._job.warnings)
         return body
 
-    def _kept(self, answers: Sequence[Answer]) -> list[int]:
+    def _kept(self, answers: Sequence[CollectedChoice]) -> list[int]:
         """Which choices are shown, in order."""
         count = self._job.requests[0].num_choices
         keep = self._form.num_kept
@@ -107,7 +107,7 @@ class TextReply:
             kept += ranked[:keep]
         return kept
 
-    def _whole_choice(self, index: int, at: int, answers: Sequence[Answer]) -> TextChoice:
+    def _whole_choice(self, index: int, at: int, answers: Sequence[CollectedChoice]) -> TextChoice:
         answer, order = answers[at], self._order(at)
         read = answers[order * self._job.requests[0].num_choices].prompt_logprobs
         choice = TextChoice(
@@ -176,7 +176,7 @@ class TextReply:
         return joined(echo, self._names.text(entries, offsets.of_answer(tokens)))
 
 
-def _mean_logprob(answer: Answer) -> float:
+def _mean_logprob(answer: CollectedChoice) -> float:
     """By token, as OpenAI ranks them."""
     values = [logprobs.chosen for _, logprobs in answer.logprobs]
     return sum(values) / len(values) if values else float("-inf")

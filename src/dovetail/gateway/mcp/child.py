@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from dovetail.confined import serve
-from dovetail.gateway.mcp.records import Answer, Called, CallTool, Failed, Listed, ListTools, Order, Place, ToolInfo
+from dovetail.gateway.mcp.records import Called, CallTool, Failed, Listed, ListTools, McpAnswer, Order, Place, ToolInfo
 from dovetail.gateway.mcp.spawn import launched
 
 MAX_TOOLS = 128
@@ -72,7 +72,7 @@ class Sessions:
     def __init__(self) -> None:
         self._session: _Session | None = None
 
-    async def answer(self, order: Order) -> Answer:
+    async def answer(self, order: Order) -> McpAnswer:
         try:
             client = await self._client(order.place)
             async with asyncio.timeout(order.timeout_s):
@@ -132,7 +132,7 @@ def _process(place: Place) -> Any:
     return StdioServerParameters(command=command, args=arguments, env=place.env)
 
 
-async def _asked(client: Any, order: Order) -> Answer:
+async def _asked(client: Any, order: Order) -> McpAnswer:
     if isinstance(order, ListTools):
         return Listed(await _listed(client))
     return _called(await client.call_tool(order.name, order.arguments), order)

@@ -49,4 +49,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 Order = ListTools | CallTool
-Answer = Listed | Called | Failed
+McpAnswer = Listed | Called | Failed

@@ -22,7 +22,7 @@ from dovetail.confined import Bounds, Confined, Exceeded, Lane
 from dovetail.errors import ConfigError, Overloaded
 from dovetail.gateway.clients import current_client
 from dovetail.gateway.mcp.child import CONNECT_S
-from dovetail.gateway.mcp.records import Answer, Called, CallTool, Failed, Listed, ListTools, Place, ToolInfo
+from dovetail.gateway.mcp.records import Called, CallTool, Failed, Listed, ListTools, McpAnswer, Place, ToolInfo
 
 logger = logging.getLogger("dovetail.gateway")
 
@@ -133,7 +133,7 @@ class _Server:
     def _is_allowed(self, tool: str) -> bool:
         return bool(_NAME.match(tool)) and any(fnmatch.fnmatchcase(tool, one) for one in self.config.tools)
 
-    async def _ask(self, order: ListTools | CallTool) -> Answer:
+    async def _ask(self, order: ListTools | CallTool) -> McpAnswer:
         client = current_client.get()
         if self._lane.is_full(client):
             return Failed("too many calls wait for it")
@@ -141,5 +141,5 @@ class _Server:
             answer = await self._lane.call(msgspec.json.encode(order), client)
         except Exceeded as error:
             return Failed(error.what)
-        read: Answer = msgspec.json.decode(answer, type=Answer)
+        read: McpAnswer = msgspec.json.decode(answer, type=McpAnswer)
         return read

@@ -54,7 +54,7 @@ class DecodeTokens(msgspec.Struct, tag=True, array_like=True):
 Order = EncodeTexts | EncodePair | DecodeTokens
 
 
-class Answer(msgspec.Struct, array_like=True, omit_defaults=True):
+class TokenizerAnswer(msgspec.Struct, array_like=True, omit_defaults=True):
     tokens: list[list[int]] = []
     text: str = ""
     problem: str = ""  # what `tokenizers` says against it
@@ -73,18 +73,18 @@ def open_tokenizer(file: bytes) -> Tokenizer:
     return tokenizer
 
 
-def answer_to(order: Order, tokenizer: Tokenizer) -> Answer:
+def answer_to(order: Order, tokenizer: Tokenizer) -> TokenizerAnswer:
     """Raises what `tokenizers` raises. Its batches leave the interpreter to the other channels."""
     match order:
         case EncodeTexts():
             special = order.add_special_tokens
             each = [tokenizer.encode_batch([text], add_special_tokens=special)[0].ids for text in order.texts]
-            return Answer(tokens=each)
+            return TokenizerAnswer(tokens=each)
         case EncodePair():
-            return Answer(tokens=[tokenizer.encode_batch([(order.first, order.second)])[0].ids])
+            return TokenizerAnswer(tokens=[tokenizer.encode_batch([(order.first, order.second)])[0].ids])
         case DecodeTokens():
             hides = order.skip_special_tokens
-            return Answer(text=tokenizer.decode_batch([order.tokens], skip_special_tokens=hides)[0])
+            return TokenizerAnswer(text=tokenizer.decode_batch([order.tokens], skip_special_tokens=hides)[0])
 
 
 def framed(message: bytes) -> bytes:
@@ -154,13 +154,13 @@ class _Fork:
                 if len(message) > _TRIM_BYTES:
                     trim_memory()
 
-    def _answer(self, order: Order) -> Answer:
+    def _answer(self, order: Order) -> TokenizerAnswer:
         assert self._tokenizer is not None
         try:
             with tokenizer_call():
                 return answer_to(order, self._tokenizer)
         except EngineFailed as error:
-            return Answer(problem=error.message)
+            return TokenizerAnswer(problem=error.message)
 
 
 def _limit_memory(spare_bytes: int) -> None:

@@ -20,7 +20,15 @@ from weakref import WeakKeyDictionary, finalize
 
 import msgspec
 
-from dovetail.gateway.text.tokenizer_child import LENGTH_BYTES, MAX_CPU_S, Answer, Opened, Order, framed, receive
+from dovetail.gateway.text.tokenizer_child import (
+    LENGTH_BYTES,
+    MAX_CPU_S,
+    Opened,
+    Order,
+    TokenizerAnswer,
+    framed,
+    receive,
+)
 
 WAIT_S = MAX_CPU_S  # for one call, from when it is the first of its channel
 _CHILD = "dovetail.gateway.text.tokenizer_child"
@@ -133,7 +141,7 @@ class TokenizerProcess:
         self.pid, self.table = self._handle.pid, opened.table
         self._channels: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, _Channel]] = WeakKeyDictionary()
 
-    async def call(self, order: Order, kind: bytes) -> Answer:
+    async def call(self, order: Order, kind: bytes) -> TokenizerAnswer:
         """After the calls before it on this kind of channel. Raises TokenizerLost."""
         channels = self._channels.setdefault(asyncio.get_running_loop(), {})
         if kind not in channels:
@@ -172,17 +180,17 @@ class _Channel(asyncio.Protocol):
         self._handle = handle
         self._transport: asyncio.WriteTransport | None = None
         self._unsent: list[bytes] = []  # before there was a transport
-        self._waiting: deque[asyncio.Future[Answer]] = deque()  # the process is at the first
+        self._waiting: deque[asyncio.Future[TokenizerAnswer]] = deque()  # the process is at the first
         self._received = bytearray()
-        self._decoder = msgspec.msgpack.Decoder(Answer)
+        self._decoder = msgspec.msgpack.Decoder(TokenizerAnswer)
         self._clock: asyncio.TimerHandle | None = None
         self._end = ""  # why nobody can call any more
         self._connecting = self._loop.create_task(self._connect(ours))
 
-    async def call(self, message: bytes) -> Answer:
+    async def call(self, message: bytes) -> TokenizerAnswer:
         if self._end:
             raise TokenizerLost(self._end)
-        answer: asyncio.Future[Answer] = self._loop.create_future()
+        answer: asyncio.Future[TokenizerAnswer] = self._loop.create_future()
         self._waiting.append(answer)
         if self._clock is None:
             self._watch()
@@ -221,7 +229,7 @@ class _Channel(asyncio.Protocol):
                 answer.set_exception(lost)
         self._waiting.clear()
 
-    def _settle(self, found: Answer) -> None:
+    def _settle(self, found: TokenizerAnswer) -> None:
         answer = self._waiting.popleft()
         if not answer.done():  # else nobody waits any more
             answer.set_result(found)
