@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dovetail.daytime import parse_hours
 from dovetail.errors import ConfigError, Conflict, InvalidRequest
 from dovetail.gateway.batches import job
-from dovetail.gateway.batches.check import Order, Report, check_file, lines_of_models
+from dovetail.gateway.batches.check import CheckOrder, Report, check_file, lines_of_models
 from dovetail.gateway.batches.lines import LINE, BatchLines
 from dovetail.gateway.batches.pacing import Pace, Pressure
 from dovetail.gateway.batches.progress import Progress
@@ -274,7 +274,7 @@ def test_an_answer_is_one_line_for_whoever_splits_texts(tmp_path: Path) -> None:
 
 def checked(file: Path, content: bytes, **changes: object) -> Report:
     file.write_bytes(content)
-    order = Order(str(file), str(file.with_suffix(".index")), "/v1/completions", 2000, 50)
+    order = CheckOrder(str(file), str(file.with_suffix(".index")), "/v1/completions", 2000, 50)
     return check_file(msgspec.structs.replace(order, **changes))
 
 
@@ -407,7 +407,7 @@ def test_an_index_that_cannot_be_written_is_not_the_files_fault(tmp_path: Path) 
     file = tmp_path / "lines"
     body = {"model": "m", "prompt": "x"}
     file.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}))
-    order = Order(str(file), str(tmp_path / "nowhere" / "index"), "/v1/completions", 1 << 20, 10)
+    order = CheckOrder(str(file), str(tmp_path / "nowhere" / "index"), "/v1/completions", 1 << 20, 10)
     report = check_file(order)
     assert not report.problems
     assert "No such file" in str(report.trouble)

@@ -20,7 +20,7 @@ NICENESS = 10
 QUICK_S = 0.1  # of processor time, before that
 
 
-class Order(NamedTuple):
+class CompileOrder(NamedTuple):
     grammar: Grammar
     key: TokenizerKey
 
@@ -32,9 +32,9 @@ class GrammarThread:
     def __init__(self, wake: Callable[[], None]) -> None:
         self.library = GrammarLibrary()
         self._wake = wake
-        self._awaited: dict[Order, set[int]] = {}  # requests; of the worker's own thread
-        self._orders: queue.Queue[Order] = queue.Queue()
-        self._ready: queue.Queue[Order] = queue.Queue()
+        self._awaited: dict[CompileOrder, set[int]] = {}  # requests; of the worker's own thread
+        self._orders: queue.Queue[CompileOrder] = queue.Queue()
+        self._ready: queue.Queue[CompileOrder] = queue.Queue()
         self._thread: threading.Thread | None = None
 
     def awaits(self, id: int, request: Request, card: ModelCard) -> bool:
@@ -46,7 +46,7 @@ class GrammarThread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="grammars")
             self._thread.start()
-        order = Order(grammar, key)
+        order = CompileOrder(grammar, key)
         if order not in self._awaited:
             self._orders.put(order)
         self._awaited.setdefault(order, set()).add(id)

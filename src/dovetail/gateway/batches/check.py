@@ -35,7 +35,7 @@ _READ_BYTES = 1 << 16
 _BOM = b"\xef\xbb\xbf"
 
 
-class Order(msgspec.Struct, frozen=True):
+class CheckOrder(msgspec.Struct, frozen=True):
     """What the process is to do."""
 
     file: str
@@ -134,7 +134,7 @@ def _skip_line(file: BinaryIO) -> int:
 class LineChecker:
     """One file. Keeps a few numbers of each line."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: CheckOrder) -> None:
         self._order = order
         self._parse = _parser(order.endpoint)
         self._hashes = array("Q")
@@ -262,7 +262,7 @@ class _Wrapped(msgspec.Struct, frozen=True):
     requests: list[_WrappedRequest]
 
 
-def unwrap(order: Order) -> LineProblem | None:
+def unwrap(order: CheckOrder) -> LineProblem | None:
     """Anthropic's body becomes a file of lines."""
     file = Path(order.file)
     try:
@@ -281,14 +281,14 @@ def unwrap(order: Order) -> LineProblem | None:
     return None
 
 
-def check_file(order: Order) -> Report:
+def check_file(order: CheckOrder) -> Report:
     try:
         return _check_file(order)
     except OSError as error:
         return Report(0, (), (), trouble=f"the index of its lines cannot be written: {error.strerror}")
 
 
-def _check_file(order: Order) -> Report:
+def _check_file(order: CheckOrder) -> Report:
     if order.is_wrapped and (problem := unwrap(order)) is not None:
         return Report(0, (), (problem,))
     checker = LineChecker(order)
@@ -332,7 +332,7 @@ def _write_index(path: Path, index: Array) -> None:
 
 def main() -> None:
     os.nice(_NICENESS)
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckOrder)
     body_kind(order.endpoint)  # imported before memory is counted
     with suppress(OSError, ValueError):  # a system without such a limit has the one on time
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -13,7 +13,7 @@ import msgspec
 
 from dovetail.errors import Overloaded, RequestError
 from dovetail.gateway.admin.settings import Settings
-from dovetail.gateway.batches.check import MODULE, Order, Report, check_file, lines_of_models
+from dovetail.gateway.batches.check import MODULE, CheckOrder, Report, check_file, lines_of_models
 from dovetail.gateway.batches.records import Batch, LineProblem
 from dovetail.gateway.batches.store import BatchStore
 from dovetail.gateway.service import Service
@@ -52,7 +52,7 @@ class FileChecker:
     async def _check_file(self, batch: Batch, file: Path, *, is_wrapped: bool) -> Report:
         """In a process of its own; a small file in a thread, which takes less time than that process to begin."""
         config = self._settings.config
-        order = Order(
+        order = CheckOrder(
             str(file),
             str(self._store.index(batch.id)),
             batch.endpoint,
@@ -66,7 +66,7 @@ class FileChecker:
         async with self._of_owner[batch.owner], self._processes:
             return await self._in_process(order)
 
-    async def _in_process(self, order: Order) -> Report:
+    async def _in_process(self, order: CheckOrder) -> Report:
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", MODULE, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )

@@ -17,7 +17,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from dovetail.confined import serve
-from dovetail.gateway.mcp.records import Called, CallTool, Failed, Listed, ListTools, McpAnswer, Order, Place, ToolInfo
+from dovetail.gateway.mcp.records import (
+    Called,
+    CallTool,
+    Failed,
+    Listed,
+    ListTools,
+    McpAnswer,
+    McpOrder,
+    Place,
+    ToolInfo,
+)
 from dovetail.gateway.mcp.spawn import launched
 
 MAX_TOOLS = 128
@@ -72,7 +82,7 @@ class Sessions:
     def __init__(self) -> None:
         self._session: _Session | None = None
 
-    async def answer(self, order: Order) -> McpAnswer:
+    async def answer(self, order: McpOrder) -> McpAnswer:
         try:
             client = await self._client(order.place)
             async with asyncio.timeout(order.timeout_s):
@@ -132,7 +142,7 @@ def _process(place: Place) -> Any:
     return StdioServerParameters(command=command, args=arguments, env=place.env)
 
 
-async def _asked(client: Any, order: Order) -> McpAnswer:
+async def _asked(client: Any, order: McpOrder) -> McpAnswer:
     if isinstance(order, ListTools):
         return Listed(await _listed(client))
     return _called(await client.call_tool(order.name, order.arguments), order)
@@ -198,7 +208,7 @@ def main() -> None:
     sessions, run = Sessions(), _runner()
 
     def handle(request: bytes) -> bytes:
-        order: Order = msgspec.json.decode(request, type=Order)
+        order: McpOrder = msgspec.json.decode(request, type=McpOrder)
         return msgspec.json.encode(run(lambda: sessions.answer(order)))
 
     serve(handle, starts_others=True)

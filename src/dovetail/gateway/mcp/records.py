@@ -48,5 +48,5 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     problem: str
 
 
-Order = ListTools | CallTool
+McpOrder = ListTools | CallTool
 McpAnswer = Listed | Called | Failed

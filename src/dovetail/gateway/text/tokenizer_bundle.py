@@ -23,8 +23,8 @@ from dovetail.gateway.text.tokenizer_child import (
     DecodeTokens,
     EncodePair,
     EncodeTexts,
-    Order,
     TokenizerAnswer,
+    TokenizerOrder,
 )
 from dovetail.gateway.text.tokenizer_process import TokenizerLost, TokenizerProcess
 
@@ -68,7 +68,7 @@ class TokenizerBundle:
             return self.table.decode(tokens, skip_special_tokens=skip_special_tokens)
         return (await self._call(DecodeTokens(list(tokens), skip_special_tokens), len(tokens))).text
 
-    async def _call(self, order: Order, size: int) -> TokenizerAnswer:
+    async def _call(self, order: TokenizerOrder, size: int) -> TokenizerAnswer:
         kind = QUICK if size <= QUICK_SIZE else SHORT if size <= SHORT_SIZE else LONG
         chances = _CHANCES
         while True:

@@ -51,7 +51,7 @@ class DecodeTokens(msgspec.Struct, tag=True, array_like=True):
     skip_special_tokens: bool
 
 
-Order = EncodeTexts | EncodePair | DecodeTokens
+TokenizerOrder = EncodeTexts | EncodePair | DecodeTokens
 
 
 class TokenizerAnswer(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -73,7 +73,7 @@ def open_tokenizer(file: bytes) -> Tokenizer:
     return tokenizer
 
 
-def answer_to(order: Order, tokenizer: Tokenizer) -> TokenizerAnswer:
+def answer_to(order: TokenizerOrder, tokenizer: Tokenizer) -> TokenizerAnswer:
     """Raises what `tokenizers` raises. Its batches leave the interpreter to the other channels."""
     match order:
         case EncodeTexts():
@@ -145,7 +145,7 @@ class _Fork:
     def _serve(self, channel: socket.socket, is_long: bool) -> None:
         if is_long:
             thread_gives_way(_GIVES_WAY)
-        decoder = msgspec.msgpack.Decoder(Order)
+        decoder = msgspec.msgpack.Decoder(TokenizerOrder)
         with suppress(EOFError, OSError):
             while True:
                 message = receive(channel)
@@ -154,7 +154,7 @@ class _Fork:
                 if len(message) > _TRIM_BYTES:
                     trim_memory()
 
-    def _answer(self, order: Order) -> TokenizerAnswer:
+    def _answer(self, order: TokenizerOrder) -> TokenizerAnswer:
         assert self._tokenizer is not None
         try:
             with tokenizer_call():

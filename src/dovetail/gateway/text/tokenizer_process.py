@@ -24,8 +24,8 @@ from dovetail.gateway.text.tokenizer_child import (
     LENGTH_BYTES,
     MAX_CPU_S,
     Opened,
-    Order,
     TokenizerAnswer,
+    TokenizerOrder,
     framed,
     receive,
 )
@@ -141,7 +141,7 @@ class TokenizerProcess:
         self.pid, self.table = self._handle.pid, opened.table
         self._channels: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, _Channel]] = WeakKeyDictionary()
 
-    async def call(self, order: Order, kind: bytes) -> TokenizerAnswer:
+    async def call(self, order: TokenizerOrder, kind: bytes) -> TokenizerAnswer:
         """After the calls before it on this kind of channel. Raises TokenizerLost."""
         channels = self._channels.setdefault(asyncio.get_running_loop(), {})
         if kind not in channels:
