@@ -20,10 +20,10 @@ from dovetail.confined import serve
 from dovetail.gateway.mcp.records import (
     Called,
     CallTool,
-    Failed,
     Listed,
     ListTools,
     McpAnswer,
+    McpFailed,
     McpOrder,
     Place,
     ToolInfo,
@@ -88,10 +88,10 @@ class Sessions:
             async with asyncio.timeout(order.timeout_s):
                 answer = await _asked(client, order)
         except TimeoutError:
-            answer = Failed(f"it did not answer within {order.timeout_s:g} s")
+            answer = McpFailed(f"it did not answer within {order.timeout_s:g} s")
         except Exception as error:
-            answer = Failed(_in_words(error))
-        if isinstance(answer, Failed) or order.place.url:
+            answer = McpFailed(_in_words(error))
+        if isinstance(answer, McpFailed) or order.place.url:
             await self._close()
         return answer
 

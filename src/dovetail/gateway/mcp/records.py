@@ -44,9 +44,9 @@ class Called(msgspec.Struct, frozen=True, tag="called"):
     is_error: bool = False  # the tool, or the way to it, failed; the text says how
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class McpFailed(msgspec.Struct, frozen=True, tag="failed"):
     problem: str
 
 
 McpOrder = ListTools | CallTool
-McpAnswer = Listed | Called | Failed
+McpAnswer = Listed | Called | McpFailed

@@ -22,7 +22,7 @@ from dovetail.confined import Bounds, Confined, Exceeded, Lane
 from dovetail.errors import ConfigError, Overloaded
 from dovetail.gateway.clients import current_client
 from dovetail.gateway.mcp.child import CONNECT_S
-from dovetail.gateway.mcp.records import Called, CallTool, Failed, Listed, ListTools, McpAnswer, Place, ToolInfo
+from dovetail.gateway.mcp.records import Called, CallTool, Listed, ListTools, McpAnswer, McpFailed, Place, ToolInfo
 
 logger = logging.getLogger("dovetail.gateway")
 
@@ -102,7 +102,7 @@ class _Server:
             if self._listed_at is None or time.monotonic() - self._listed_at > _LISTED_S:
                 answer = await self._ask(ListTools(self._place, _LIST_TIMEOUT_S))
                 if not isinstance(answer, Listed):
-                    problem = answer.problem if isinstance(answer, Failed) else "it does not list its tools"
+                    problem = answer.problem if isinstance(answer, McpFailed) else "it does not list its tools"
                     raise Overloaded(
                         f"the MCP server '{self._name}' cannot be used now: {problem}",
                         code="mcp_unavailable",
@@ -125,7 +125,7 @@ class _Server:
         if isinstance(answer, Called):
             return answer
         self._listed_at = None  # it may be another one when it is back
-        return Called(answer.problem if isinstance(answer, Failed) else "it did not answer the call", is_error=True)
+        return Called(answer.problem if isinstance(answer, McpFailed) else "it did not answer the call", is_error=True)
 
     def end(self) -> None:
         self._helper.end()
@@ -136,10 +136,10 @@ class _Server:
     async def _ask(self, order: ListTools | CallTool) -> McpAnswer:
         client = current_client.get()
         if self._lane.is_full(client):
-            return Failed("too many calls wait for it")
+            return McpFailed("too many calls wait for it")
         try:
             answer = await self._lane.call(msgspec.json.encode(order), client)
         except Exceeded as error:
-            return Failed(error.what)
+            return McpFailed(error.what)
         read: McpAnswer = msgspec.json.decode(answer, type=McpAnswer)
         return read
