@@ -43,7 +43,7 @@ class _Awaited(NamedTuple):
     since_s: float
 
 
-class Arrivals:
+class ArrivingWeights:
     """`wait_for` hands in, `on_end` is called from its thread for every command."""
 
     def __init__(self, pool: HostPool, on_end: Callable[[StartLoad, Fetched], None], *, waits_for_all: bool) -> None:

@@ -29,7 +29,7 @@ from dovetail.store.host_pool.pool import HostPool
 from dovetail.store.loading.loader import Loader, LoaderConfig, Ticket
 from dovetail.store.loading.pooled import PooledModel, open_pooled, open_pooled_adapter, pooled_keys
 from dovetail.store.loading.reader import cached_share
-from dovetail.worker.arriving import Arrivals
+from dovetail.worker.arriving import ArrivingWeights
 from dovetail.worker.fetching import Fetched
 
 Tier = Literal["host", "disk", "neighbour", "remote"]
@@ -106,9 +106,9 @@ class WeightCache:
         except OutOfMemory:
             return open_adapter(path, spec)
 
-    def arrivals(self, on_end: Callable[[StartLoad, Fetched], None]) -> Arrivals:
+    def arrivals(self, on_end: Callable[[StartLoad, Fetched], None]) -> ArrivingWeights:
         """Of models that download into the pool."""
-        return Arrivals(self._pool, on_end, waits_for_all=self._for_copies)
+        return ArrivingWeights(self._pool, on_end, waits_for_all=self._for_copies)
 
     def tier_of(self, path: str) -> Tier:
         """Where `open` would find the model's bytes."""
