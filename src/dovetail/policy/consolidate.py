@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 
-class Batch(Protocol):
+class HasBatch(Protocol):
     @property
     def batch(self) -> int: ...
 
 
-class PlacedBatch(Batch, Protocol):
+class PlacedBatch(HasBatch, Protocol):
     @property
     def on_cpu(self) -> bool: ...
 
 
 MAX_INSTANCES = 3  # of a model that are asked to take a request, so that a decision's time does not grow with them
 FIRST = 1 << 40  # beyond any batch: one number sorts sooner than a pair, and a popular model has many instances
-BatchT = TypeVar("BatchT", bound=Batch)
+BatchT = TypeVar("BatchT", bound=HasBatch)
 PlacedT = TypeVar("PlacedT", bound=PlacedBatch)
 
 
