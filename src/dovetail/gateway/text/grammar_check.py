@@ -22,7 +22,7 @@ STEPS = 24  # tokens of a random text
 MAX_STEP_S = 0.1  # for the tokens that may follow: others' tokens wait for it
 
 
-class Check(msgspec.Struct, frozen=True):
+class GrammarCheck(msgspec.Struct, frozen=True):
     tokenizer: TokenizerKey
     grammar: Grammar
 
@@ -40,15 +40,15 @@ def prepare(request: bytes) -> None:
 
         return
     with suppress(CompileError):  # which the trial reports
-        _tokenizer(msgspec.msgpack.decode(request, type=Check).tokenizer)
+        _tokenizer(msgspec.msgpack.decode(request, type=GrammarCheck).tokenizer)
 
 
 def handle(request: bytes) -> bytes:
-    verdict = _verdict(msgspec.msgpack.decode(request, type=Check)) if request else Verdict()
+    verdict = _verdict(msgspec.msgpack.decode(request, type=GrammarCheck)) if request else Verdict()
     return msgspec.msgpack.encode(verdict)
 
 
-def _verdict(check: Check) -> Verdict:
+def _verdict(check: GrammarCheck) -> Verdict:
     try:
         matcher = compiled(_tokenizer(check.tokenizer), check.grammar)
     except CompileError as error:

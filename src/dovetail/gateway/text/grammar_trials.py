@@ -15,7 +15,7 @@ import msgspec
 from dovetail.confined import Bounds, Confined, Exceeded, Lane
 from dovetail.errors import Overloaded
 from dovetail.gateway.clients import current_client
-from dovetail.gateway.text.grammar_check import Check, Verdict, is_plain
+from dovetail.gateway.text.grammar_check import GrammarCheck, Verdict, is_plain
 from dovetail.grammars import TokenizerKey
 from dovetail.types import Grammar, ModelCard
 
@@ -31,7 +31,7 @@ class GrammarTrials:
         self._confined = Confined("dovetail.gateway.text.grammar_check", bounds)
         self._lane = Lane(self._confined, _MAX_WAITING)
         self._measured_kept_s = measured_kept_s
-        self._known: OrderedDict[Check, asyncio.Task[Verdict]] = OrderedDict()
+        self._known: OrderedDict[GrammarCheck, asyncio.Task[Verdict]] = OrderedDict()
         self._known_chars = 0
 
     async def warm(self) -> None:
@@ -49,7 +49,7 @@ class GrammarTrials:
         found out now."""
         if is_plain(grammar):
             return ""
-        check = Check(TokenizerKey(card.tokenizer_file, card.spec.vocab_size, card.eos_token_ids), grammar)
+        check = GrammarCheck(TokenizerKey(card.tokenizer_file, card.spec.vocab_size, card.eos_token_ids), grammar)
         found = self._known.get(check)
         loop = asyncio.get_running_loop()
         if found is None or found.get_loop() is not loop:
@@ -60,7 +60,7 @@ class GrammarTrials:
         self._known.move_to_end(check)
         return (await asyncio.shield(found)).problem
 
-    def _begin(self, check: Check, client: str) -> asyncio.Task[Verdict]:
+    def _begin(self, check: GrammarCheck, client: str) -> asyncio.Task[Verdict]:
         self._forget(check)
         found = self._known[check] = asyncio.create_task(self._try(check, client))
         found.add_done_callback(lambda task: self._tried(check, task))
@@ -69,22 +69,22 @@ class GrammarTrials:
             self._forget(next(iter(self._known)))
         return found
 
-    def _tried(self, check: Check, task: asyncio.Task[Verdict]) -> None:
+    def _tried(self, check: GrammarCheck, task: asyncio.Task[Verdict]) -> None:
         """What no trial found out is not remembered, and what time decided only for a while."""
         if task.cancelled() or task.exception() is not None:
             self._forget_task(check, task)
         elif task.result().is_measured:
             task.get_loop().call_later(self._measured_kept_s, self._forget_task, check, task)
 
-    def _forget_task(self, check: Check, task: asyncio.Task[Verdict]) -> None:
+    def _forget_task(self, check: GrammarCheck, task: asyncio.Task[Verdict]) -> None:
         if self._known.get(check) is task:
             self._forget(check)
 
-    def _forget(self, check: Check) -> None:
+    def _forget(self, check: GrammarCheck) -> None:
         if self._known.pop(check, None) is not None:
             self._known_chars -= len(check.grammar.text)
 
-    async def _try(self, check: Check, client: str) -> Verdict:
+    async def _try(self, check: GrammarCheck, client: str) -> Verdict:
         try:
             answer = await self._lane.call(msgspec.msgpack.encode(check), client)
         except Exceeded as error:
