@@ -13,7 +13,7 @@ from dovetail.gateway.text.chat import ChatTemplate, TemplateText
 TEXT, ERROR = b"t", b"e"
 
 
-def handle(request: bytes) -> bytes:
+def render_chat(request: bytes) -> bytes:
     try:
         order: dict[str, Any] = json.loads(request)
         text = _template(*order.pop("template")).render(**order)
@@ -36,4 +36,4 @@ def _template(name: str, text: str, bos_token: str, eos_token: str) -> ChatTempl
 
 
 if __name__ == "__main__":
-    serve(handle)
+    serve(render_chat)

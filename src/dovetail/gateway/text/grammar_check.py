@@ -43,7 +43,7 @@ def prepare(request: bytes) -> None:
         _tokenizer(msgspec.msgpack.decode(request, type=GrammarCheck).tokenizer)
 
 
-def handle(request: bytes) -> bytes:
+def check_grammar(request: bytes) -> bytes:
     verdict = _verdict(msgspec.msgpack.decode(request, type=GrammarCheck)) if request else Verdict()
     return msgspec.msgpack.encode(verdict)
 
@@ -145,4 +145,4 @@ def _are_words(schema: dict[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    serve(handle, prepare)
+    serve(check_grammar, prepare)
