@@ -34,7 +34,7 @@ MENDABLE = {Refusal.MEMORY, Refusal.DECODE_OVERCOMMITTED}
 
 
 @dataclass(slots=True)
-class Checks:
+class CheckCount:
     num_checked: int = 0  # nodes asked whether they would take what gives way
 
 
@@ -259,13 +259,13 @@ class Placer:
 
     def has_other_place(self, request: RequestRecord, source: NodeHandle) -> Asking[bool]:
         """Somebody else would go on with it in time."""
-        place = yield from self._other_place(request, {source.name}, Checks())
+        place = yield from self._other_place(request, {source.name}, CheckCount())
         return place is not None
 
     def prepare(self, request: RequestRecord, source: NodeHandle) -> Asking[NodeHandle | None]:
         """Nobody else would go on with it in time because weights have to be read first: let somebody read them."""
         late = msgspec.structs.replace(request, last_token_s=None)
-        node = yield from self._other_place(late, {source.name}, Checks())
+        node = yield from self._other_place(late, {source.name}, CheckCount())
         if node is None or any(view.node is node for view in self._by_model[request.model]):
             return None
         answer = yield Ask(node, protocol.Warm(request.model))
@@ -301,7 +301,7 @@ class Placer:
         return True
 
     def _other_place(
-        self, request: RequestRecord, taken: set[str], search: Checks | Search
+        self, request: RequestRecord, taken: set[str], search: CheckCount | Search
     ) -> Asking[NodeHandle | None]:
         """A node that would take it and is not taken; it is taken then."""
         found: list[tuple[NodeHandle, int | None]] = []
@@ -314,7 +314,7 @@ class Placer:
         return None
 
     def _would_take(
-        self, node: NodeHandle, request: RequestRecord, instance: int | None, search: Checks | Search
+        self, node: NodeHandle, request: RequestRecord, instance: int | None, search: CheckCount | Search
     ) -> Asking[bool]:
         search.num_checked += 1
         if search.num_checked > MAX_MOVES:
