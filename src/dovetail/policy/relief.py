@@ -24,10 +24,10 @@ class Relief(Protocol):
         """So long before a pool is full the node says so."""
 
     def reliever(self, cluster: Any) -> Reliever:
-        """`cluster`: what it may do there (`Cluster`)."""
+        """`cluster`: what it may do there (`ReliefPort`)."""
 
 
-class Cluster(Protocol):
+class ReliefPort(Protocol):
     """What a reliever may do."""
 
     def migrate(self, id: int, reason: str, now: float) -> bool:
@@ -43,12 +43,12 @@ class LiveRelief:
 
     ahead_s: float = 0.0
 
-    def reliever(self, cluster: Cluster) -> Reliever:
+    def reliever(self, cluster: ReliefPort) -> Reliever:
         return _LiveReliever(cluster)
 
 
 class _LiveReliever:
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ReliefPort) -> None:
         self._cluster = cluster
 
     def overcommitted(self, node: Any, request: RequestRecord, now: float) -> None:
