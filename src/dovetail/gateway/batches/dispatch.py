@@ -21,7 +21,7 @@ from dovetail.gateway.batches.pacing import Pace
 from dovetail.gateway.batches.progress import eta_s
 from dovetail.gateway.batches.records import Batch
 from dovetail.gateway.batches.results import LineResponse, LineResult, result_id, usage_in
-from dovetail.gateway.batches.running import Ended, RunningBatch
+from dovetail.gateway.batches.running import EndedLine, RunningBatch
 from dovetail.gateway.batches.schedule import LineSchedule
 from dovetail.gateway.service import Service
 
@@ -121,7 +121,7 @@ class LineDispatcher:
             running.attempts.pop(number, None)
             response = LineResponse(answer.status, answer.request_id, msgspec.Raw(answer.body))
             result = LineResult(result_id(batch.id, number), line.custom_id, response, None)
-            running.add(Ended(number, result, usage_in(answer.body)))
+            running.add(EndedLine(number, result, usage_in(answer.body)))
 
     def _again(self, running: RunningBatch, number: int, why: str, delay_s: float) -> None:
         running.refusal = why
@@ -129,7 +129,7 @@ class LineDispatcher:
         if not running.is_stopping.is_set():
             self._schedule.give_back(running.batch.id, number, time.monotonic() + delay_s)
 
-    def line_done(self, running: RunningBatch, ended: Ended) -> None:
+    def line_done(self, running: RunningBatch, ended: EndedLine) -> None:
         """It is on disk."""
         running.refusal = None
         self._schedule.done(running.batch.id, ended.number, ended.usage.total)

@@ -28,7 +28,7 @@ _LINE = msgspec.json.Decoder(InputLine)
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedLine:
     """One line's result, on its way to the disk."""
 
     number: int
@@ -63,7 +63,7 @@ class RunningBatch:
     """Results count when they are on disk. While they cannot be written nothing new begins (`problem`)."""
 
     def __init__(
-        self, store: BatchStore, batch: Batch, opened: Opened, on_done: Callable[[RunningBatch, Ended], None]
+        self, store: BatchStore, batch: Batch, opened: Opened, on_done: Callable[[RunningBatch, EndedLine], None]
     ) -> None:
         self.batch = batch
         self.counts, self.usage = opened.counts, opened.usage
@@ -79,7 +79,7 @@ class RunningBatch:
         self._store = store
         self._opened = opened
         self._on_done = on_done
-        self._ended: list[Ended] = []
+        self._ended: list[EndedLine] = []
         self._has_ended = asyncio.Event()
         self._is_closed = False
         self._look_done()
@@ -90,7 +90,7 @@ class RunningBatch:
         text = await asyncio.to_thread(os.pread, self._opened.input, length, offset)
         return _LINE.decode(text)
 
-    def add(self, ended: Ended) -> None:
+    def add(self, ended: EndedLine) -> None:
         self._ended.append(ended)
         self._has_ended.set()
 

@@ -27,7 +27,7 @@ from dovetail.types import FinishReason
 
 
 @dataclass(frozen=True)
-class Ended:
+class AnswerEnd:
     """What is known of an answer that is over."""
 
     finish: FinishReason | None
@@ -45,13 +45,13 @@ class AnswerShape(Protocol):
     def add(self, parts: Parts, delta: Delta, usage: Usage) -> bytes:
         """What a stream says of these parts; empty while that is nothing."""
 
-    def end(self, ended: Ended) -> bytes:
+    def end(self, ended: AnswerEnd) -> bytes:
         """The end of a stream."""
 
     def problem(self, error: RequestError) -> bytes:
         """The end of a stream that fails."""
 
-    def whole(self, ended: Ended) -> bytes:
+    def whole(self, ended: AnswerEnd) -> bytes:
         """The whole answer, after all parts were added."""
 
 
@@ -113,6 +113,6 @@ class ShapedResponse(Response):
                     parts.add(reader.flush())
                 yield self._shape.add(parts, delta, taken.usage.total())
 
-    def _ended(self, taken: Taken) -> Ended:
+    def _ended(self, taken: Taken) -> AnswerEnd:
         total_s = time.monotonic() - self._began_s
-        return Ended(self._last.finish, self._last.stop_reason, taken.usage.total(), self._waits, total_s)
+        return AnswerEnd(self._last.finish, self._last.stop_reason, taken.usage.total(), self._waits, total_s)

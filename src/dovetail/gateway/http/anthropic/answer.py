@@ -14,7 +14,7 @@ from dovetail.gateway.http.chat_reply import new_call_id
 from dovetail.gateway.http.problems import anthropic_problem
 from dovetail.gateway.http.replies import Usage
 from dovetail.gateway.http.respond import EVENTS
-from dovetail.gateway.http.shaped import Ended
+from dovetail.gateway.http.shaped import AnswerEnd
 from dovetail.gateway.text.reading import CallDelta, Parts
 from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import FinishReason
@@ -105,7 +105,7 @@ class MessageShape:
         self._has_begun = True
         return opening + b"".join(map(_event, self._blocks.feed(parts)))
 
-    def end(self, ended: Ended) -> bytes:
+    def end(self, ended: AnswerEnd) -> bytes:
         opening = b"" if self._has_begun else self._opening(ended.usage)
         reason, sequence = self._stop(ended)
         last = {"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": sequence}}
@@ -115,7 +115,7 @@ class MessageShape:
     def problem(self, error: RequestError) -> bytes:
         return b"event: error\ndata: " + anthropic_problem(error) + b"\n\n"
 
-    def whole(self, ended: Ended) -> bytes:
+    def whole(self, ended: AnswerEnd) -> bytes:
         list(self._blocks.close())
         reason, sequence = self._stop(ended)
         body = self._message(ended.usage) | {"content": self._blocks.blocks}
@@ -137,7 +137,7 @@ class MessageShape:
         }
         return message | ({"warnings": list(self._job.warnings)} if self._job.warnings else {})
 
-    def _stop(self, ended: Ended) -> tuple[str, str | None]:
+    def _stop(self, ended: AnswerEnd) -> tuple[str, str | None]:
         if ended.finish is FinishReason.LENGTH:
             is_cut = self._job.requests[0].sampling.max_tokens < self._max_tokens
             return ("model_context_window_exceeded" if is_cut else "max_tokens"), None

@@ -11,7 +11,7 @@ from dovetail.gateway.generation_task import Delta
 from dovetail.gateway.http.answers import TokenNames
 from dovetail.gateway.http.problems import ollama_problem
 from dovetail.gateway.http.replies import Usage
-from dovetail.gateway.http.shaped import Ended
+from dovetail.gateway.http.shaped import AnswerEnd
 from dovetail.gateway.text.reading import Parts
 from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import FinishReason
@@ -44,14 +44,14 @@ class OllamaShape:
         said = _said(self._kind, Parts(parts.content, parts.reasoning)) | ({"logprobs": reports} if reports else {})
         return self._line(said)
 
-    def end(self, ended: Ended) -> bytes:
+    def end(self, ended: AnswerEnd) -> bytes:
         calls = Parts(calls=self._whole.calls)
         return (self._line(_said(self._kind, calls)) if calls else b"") + _line(self._last(ended))
 
     def problem(self, error: RequestError) -> bytes:
         return ollama_problem(error) + b"\n"
 
-    def whole(self, ended: Ended) -> bytes:
+    def whole(self, ended: AnswerEnd) -> bytes:
         logprobs = {"logprobs": self._reports} if self._reports else {}
         return _line(self._last(ended) | _said(self._kind, self._whole) | logprobs)
 
@@ -63,7 +63,7 @@ class OllamaShape:
             return []
         return [entry.model_dump() for entry in self._names.chat(delta.logprobs).content]
 
-    def _last(self, ended_: Ended) -> dict[str, Any]:
+    def _last(self, ended_: AnswerEnd) -> dict[str, Any]:
         """With durations in nanoseconds."""
         waits, used = ended_.waits, ended_.usage
         first_s, load_s = (waits.first_token, waits.load) if waits else (0.0, 0.0)

@@ -16,7 +16,7 @@ from dovetail.errors import InvalidRequest, RequestError
 from dovetail.gateway.generation_task import Delta
 from dovetail.gateway.http.replies import Usage
 from dovetail.gateway.http.respond import EVENTS
-from dovetail.gateway.http.shaped import Ended
+from dovetail.gateway.http.shaped import AnswerEnd
 from dovetail.gateway.text.reading import Parts
 
 ASK = (
@@ -42,13 +42,13 @@ class CompactionShape:
         self._summary.append(parts.content)
         return b""
 
-    def end(self, ended: Ended) -> bytes:
+    def end(self, ended: AnswerEnd) -> bytes:
         return b""
 
     def problem(self, error: RequestError) -> bytes:
         return b""
 
-    def whole(self, ended: Ended) -> bytes:
+    def whole(self, ended: AnswerEnd) -> bytes:
         summary = "".join(self._summary).strip()
         item = {"id": f"cmp_{self._id}", "type": "compaction", "encrypted_content": packed(summary)}
         used = ended.usage
