@@ -7,13 +7,13 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.policy.displace import Destination, Guest, Move, migration_s, who_moves_where
+from dovetail.policy.displace import Destination, MovableInstance, Move, migration_s, who_moves_where
 
 NAMES = "abc"
 
 
-def make_guest(instance: int, frees: int, **seconds: float) -> Guest:
-    return Guest(instance, frees, tuple(Destination(name, value) for name, value in seconds.items()))
+def make_guest(instance: int, frees: int, **seconds: float) -> MovableInstance:
+    return MovableInstance(instance, frees, tuple(Destination(name, value) for name, value in seconds.items()))
 
 
 def test_the_guest_that_can_go_on_soonest_moves_there() -> None:
@@ -30,7 +30,7 @@ def test_two_guests_that_want_the_same_place_do_not_both_get_it() -> None:
 
 
 def test_an_idle_guest_goes_before_anybody_moves_and_nobody_moves_in_vain() -> None:
-    idle = Guest(3, 10, (Destination("", 0.0),))
+    idle = MovableInstance(3, 10, (Destination("", 0.0),))
     plan = who_moves_where([make_guest(1, 10, a=1.0), idle], missing_bytes=10)
     assert plan is not None
     assert plan.moves == (Move(3, ""),)
@@ -38,7 +38,7 @@ def test_an_idle_guest_goes_before_anybody_moves_and_nobody_moves_in_vain() -> N
 
 def test_without_enough_to_free_there_is_no_plan() -> None:
     assert who_moves_where([make_guest(1, 9, a=1.0)], missing_bytes=10) is None
-    assert who_moves_where([Guest(1, 10, ())], missing_bytes=10) is None
+    assert who_moves_where([MovableInstance(1, 10, ())], missing_bytes=10) is None
 
 
 def test_a_migration_takes_the_load_and_what_was_said() -> None:
@@ -59,7 +59,7 @@ def test_no_other_way_is_sooner(drawn: list[tuple[int, dict[str, int]]], missing
     assert (None if plan is None else plan.seconds) == soonest
 
 
-def _all_ways(guests: list[Guest], missing: int) -> list[float]:
+def _all_ways(guests: list[MovableInstance], missing: int) -> list[float]:
     found = []
     for choice in product(*[(None, *guest.destinations) for guest in guests]):
         going = [(guest, place) for guest, place in zip(guests, choice, strict=True) if place is not None]

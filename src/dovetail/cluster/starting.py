@@ -17,7 +17,7 @@ from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.request import Search
 from dovetail.node import protocol
 from dovetail.policy.compositions import Composition
-from dovetail.policy.displace import Destination, Guest, MakingWay, Move, migration_s, who_moves_where
+from dovetail.policy.displace import Destination, MakingWay, MovableInstance, Move, migration_s, who_moves_where
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.startup import Draws, start_s
 from dovetail.policy.work import RequestRecord
@@ -184,7 +184,7 @@ def _displace(placer: Placer, search: Search, node: NodeHandle, seconds: float) 
         places = NOWHERE
         if making_way.looks_elsewhere(is_full=search.is_full):
             places = yield from _destinations(placer, search, node, one)
-        guests.append(Guest(one.instance, one.frees_bytes, places))
+        guests.append(MovableInstance(one.instance, one.frees_bytes, places))
     plan = who_moves_where(guests, answer.missing_bytes)
     if plan is None or placer.now_s + plan.seconds > search.until_s:
         return None  # it would be refused while it waits for them

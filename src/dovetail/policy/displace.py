@@ -20,7 +20,7 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
-class Guest:
+class MovableInstance:
     """An instance in the way."""
 
     instance: int
@@ -78,7 +78,7 @@ def migration_s(start_s: float, tokens: int, token_s: float, resume_s: float) ->
     return start_s + token_s * tokens + resume_s
 
 
-def who_moves_where(guests: Sequence[Guest], missing_bytes: int) -> MovePlan | None:
+def who_moves_where(guests: Sequence[MovableInstance], missing_bytes: int) -> MovePlan | None:
     """The soonest way to free so much, with the fewest moves among equals; None if there is none.
 
     State after the first i guests: (sixteenths freed, destinations taken). Each guest stays, or goes to one of its
@@ -96,7 +96,7 @@ def who_moves_where(guests: Sequence[Guest], missing_bytes: int) -> MovePlan | N
     return min(complete, key=_order, default=None)
 
 
-def _with(plan: MovePlan, guest: Guest, place: Destination) -> MovePlan:
+def _with(plan: MovePlan, guest: MovableInstance, place: Destination) -> MovePlan:
     return MovePlan(max(plan.seconds, place.seconds), (*plan.moves, Move(guest.instance, place.name)))
 
 
