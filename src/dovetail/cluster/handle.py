@@ -56,7 +56,7 @@ class NodeHandle(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class InstanceView:
+class KnownInstance:
     """What the controller believes about an instance."""
 
     node: NodeHandle

@@ -14,7 +14,7 @@ import msgspec
 
 from dovetail.cluster.asking import Ask, Asking
 from dovetail.cluster.decisions import Displace, How, Placed, Warmed
-from dovetail.cluster.handle import InstanceView, NodeHandle
+from dovetail.cluster.handle import KnownInstance, NodeHandle
 from dovetail.cluster.request import Search
 from dovetail.cluster.starting import MAX_LOOKS, StartOrder, start, start_or_make_way
 from dovetail.node import protocol
@@ -58,8 +58,8 @@ class Placer:
         for node in nodes:
             self.add_node(node)
         self.now_s = 0.0  # of the event that is being handled
-        self._instances: dict[tuple[str, int], InstanceView] = {}  # (node, instance)
-        self._by_model: dict[str, list[InstanceView]] = defaultdict(list)  # open for more work
+        self._instances: dict[tuple[str, int], KnownInstance] = {}  # (node, instance)
+        self._by_model: dict[str, list[KnownInstance]] = defaultdict(list)  # open for more work
         self._turn_of: Counter[str] = Counter()  # by model: requests that chose among several instances
         self.starts = StartOrder(composition)
         self._weights_tokens: dict[str, float] = {}  # by model
@@ -150,9 +150,9 @@ class Placer:
 
     # What is believed of instances
 
-    def add_instance(self, node: NodeHandle, instance_id: int, model: str, phase: Phase) -> InstanceView:
+    def add_instance(self, node: NodeHandle, instance_id: int, model: str, phase: Phase) -> KnownInstance:
         self.forget(node, instance_id)
-        view = InstanceView(node, instance_id, model, phase, 0, node.facts.kind is DeviceKind.CPU)
+        view = KnownInstance(node, instance_id, model, phase, 0, node.facts.kind is DeviceKind.CPU)
         self._instances[node.name, instance_id] = view
         self._by_model[model].append(view)
         return view
@@ -218,7 +218,7 @@ class Placer:
             search.note(answer)
         return answer
 
-    def _candidates(self, work: Work) -> list[InstanceView]:
+    def _candidates(self, work: Work) -> list[KnownInstance]:
         views = [view for view in self._by_model[work.model] if view.phase is work.phase]
         if self.leaving:
             views = [view for view in views if (view.node.name, view.id) not in self.leaving]

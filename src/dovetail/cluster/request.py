@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-from dovetail.cluster.handle import InstanceView, NodeHandle
+from dovetail.cluster.handle import KnownInstance, NodeHandle
 from dovetail.cluster.open_requests import OpenChoice
 from dovetail.node.protocol import Refused
 from dovetail.policy.headroom import INFINITY, Refusal
@@ -108,7 +108,7 @@ class Search:
     work: RequestState
     avoided: Collection[str] = ()  # nodes that owe what they have to others
     refusals: Counter[str] = field(default_factory=Counter)  # how often each reason was given
-    crowded: list[InstanceView] = field(default_factory=list)  # that would take it if neighbours went, perhaps
+    crowded: list[KnownInstance] = field(default_factory=list)  # that would take it if neighbours went, perhaps
     prefill_s: float = INFINITY  # what the fastest of those who refused would need, otherwise empty
     decode_s: float = INFINITY
     could_serve: bool = False  # one of them would keep the targets, undisturbed
