@@ -44,7 +44,7 @@ from dovetail.worker.prompts import RequestState
 from dovetail.worker.runner import ModelRunner
 
 
-class Loads(Protocol):
+class WeightLoader(Protocol):
     """Where weights come from. It answers with `NodeDriver.loaded` or `.load_failed`, on the driver's thread."""
 
     def load(self, command: events.StartLoad) -> None: ...
@@ -66,7 +66,7 @@ class NodeDriver:
         kind: DeviceKind,
         memory_bytes: int,
         composition: Composition,
-        loads: Loads,
+        loads: WeightLoader,
         clock: Callable[[], float],
         log: EventLog | None = None,
         on_pause: Callable[[], None] = lambda: None,
