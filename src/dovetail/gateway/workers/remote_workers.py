@@ -51,7 +51,7 @@ class Host(Protocol):
     async def stop(self, *, leaves: bool = False) -> None: ...
 
 
-class Members(Protocol):
+class ClusterMembers(Protocol):
     def members(self) -> list[Member]: ...
 
     def host(self, member: Member) -> Host: ...
@@ -235,7 +235,7 @@ class Membership:
     """Machines come and go; each is a node of the link for as long as it is there."""
 
     def __init__(
-        self, members: Members, link: WorkerClient, keys: WireKeys, address: str, options: Sequence[str]
+        self, members: ClusterMembers, link: WorkerClient, keys: WireKeys, address: str, options: Sequence[str]
     ) -> None:
         self.is_drained: Callable[[str], bool] = lambda name: False  # nothing is left on the node, and nothing comes
         self._members = members
