@@ -21,7 +21,7 @@ from dovetail.cluster.durable import Durable
 from dovetail.cluster.ray_backend import Member, WorkerEnd
 from dovetail.config import Config, load_config
 from dovetail.gateway.workers.client import WorkerClient
-from dovetail.gateway.workers.remote_workers import Membership, WeightSources, WireKeys
+from dovetail.gateway.workers.remote_workers import RemoteWorkers, WeightSources, WireKeys
 from dovetail.machine import HOME_VARIABLE
 from dovetail.messages import KEYS_VARIABLE, STORE_LIMIT_VARIABLE, weights_token
 from dovetail.store.sources.weight_server import WeightServer
@@ -101,7 +101,7 @@ class FarMachines:
     def __init__(self) -> None:
         self._machines: dict[str, Machine] = {}  # by Ray's id, were there a Ray
         self._count = 0
-        self._membership: Membership | None = None
+        self._membership: RemoteWorkers | None = None
 
     def members(self) -> list[Member]:
         return [Member(id, "127.0.0.1") for id in self._machines]
@@ -118,7 +118,7 @@ class FarMachines:
         WeightSources(link, server.address)
         port = link.listen(lambda context: keys.bind(context, "tcp://127.0.0.1:*"))
         link.close_observers.append(keys.close)
-        self._membership = Membership(self, link, keys, f"tcp://127.0.0.1:{port}", options)
+        self._membership = RemoteWorkers(self, link, keys, f"tcp://127.0.0.1:{port}", options)
 
     def start(self, is_drained: Callable[[str], bool]) -> None:
         assert self._membership is not None

@@ -17,7 +17,7 @@ from dovetail.cluster.ray_backend import HostLost, Member, WorkerEnd, import_ray
 from dovetail.config import NodeConfig
 from dovetail.errors import ConfigError, DovetailError, Overloaded
 from dovetail.gateway.workers.client import WorkerClient
-from dovetail.gateway.workers.remote_workers import Membership, WireKeys
+from dovetail.gateway.workers.remote_workers import RemoteWorkers, WireKeys
 from dovetail.worker.remote_link import apply_keys, clock_offset_s, take_keys
 
 
@@ -110,7 +110,7 @@ def test_machines_come_go_and_are_named_once(monkeypatch: pytest.MonkeyPatch) ->
         port = link.listen(lambda context: keys.bind(context, "tcp://127.0.0.1:*"))
         with pytest.raises(Overloaded, match="no node has joined"):
             link.check_usable()
-        membership = Membership(members, link, keys, f"tcp://127.0.0.1:{port}", ["--verify", "off"])
+        membership = RemoteWorkers(members, link, keys, f"tcp://127.0.0.1:{port}", ["--verify", "off"])
         link.start()
         membership.start()
         first = members.hosts["1"] = FakeHost({"name": "left", "threads": 2})
@@ -148,7 +148,7 @@ def test_a_machine_that_was_asked_to_leave_is_no_error(
         link, keys, members = WorkerClient(()), WireKeys(), FakeMembers()
         link.close_observers.append(keys.close)
         port = link.listen(lambda context: keys.bind(context, "tcp://127.0.0.1:*"))
-        membership = Membership(members, link, keys, f"tcp://127.0.0.1:{port}", [])
+        membership = RemoteWorkers(members, link, keys, f"tcp://127.0.0.1:{port}", [])
         link.start()
         membership.start()
         hosts = {name: FakeHost({"name": name}) for name in ("asked", "lost")}

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dovetail.cluster.durable import Durable
     from dovetail.cluster.ray_backend import RayNodes
     from dovetail.gateway.workers.client import WorkerClient
-    from dovetail.gateway.workers.remote_workers import Membership
+    from dovetail.gateway.workers.remote_workers import RemoteWorkers
     from dovetail.store.sources.weight_server import WeightServer
 
 logger = logging.getLogger("dovetail.gateway")
@@ -133,7 +133,7 @@ class RayCluster:
         self._port = port
         self._address = address  # of a cluster that is not ours; None = we start one
         self._head: subprocess.Popen[bytes] | None = None
-        self._membership: Membership | None = None
+        self._membership: RemoteWorkers | None = None
         self._weights: WeightServer | None = None
 
     def __enter__(self) -> RayCluster:
@@ -178,7 +178,7 @@ class RayCluster:
     def attach(
         self, link: WorkerClient, options: Sequence[str], durable: Durable | None, weights: LocalWeights
     ) -> None:
-        from dovetail.gateway.workers.remote_workers import Membership, WeightSources, WireKeys, listen_as_before
+        from dovetail.gateway.workers.remote_workers import RemoteWorkers, WeightSources, WireKeys, listen_as_before
         from dovetail.messages import weights_token
         from dovetail.store.sources.weight_server import WeightServer
 
@@ -188,7 +188,7 @@ class RayCluster:
         link.close_observers.append(keys.close)
         self._weights = WeightServer(weights.paths, weights_token(keys.for_workers), self._host, pool=weights.pool)
         WeightSources(link, self._weights.address)
-        self._membership = Membership(self._nodes, link, keys, f"tcp://{self._host}:{port}", options)
+        self._membership = RemoteWorkers(self._nodes, link, keys, f"tcp://{self._host}:{port}", options)
 
     def start(self, is_drained: Callable[[str], bool]) -> None:
         assert self._membership is not None

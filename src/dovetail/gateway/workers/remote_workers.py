@@ -231,7 +231,7 @@ class RemoteWorker:
         return WorkerExit(end.code, frozenset(end.suspects), end.hung_s)
 
 
-class Membership:
+class RemoteWorkers:
     """Machines come and go; each is a node of the link for as long as it is there."""
 
     def __init__(
