@@ -29,7 +29,7 @@ from dovetail.config import Config, parse_config
 from dovetail.errors import ConfigError, ModelNotFound
 from dovetail.gateway.admin.admin import Admin
 from dovetail.gateway.app import make_app
-from dovetail.gateway.models import FixedCatalogue, NamedAdapter, Offer
+from dovetail.gateway.models import ConfiguredModels, FixedCatalogue, NamedAdapter
 from dovetail.types import AdapterRef, ModelCard
 
 TEXT = {"model": "fake", "prompt": "ab", "max_tokens": 4}
@@ -47,7 +47,7 @@ class FakeFile:
     def read(self) -> Config:
         return parse_config(self.raw, "dovetail.yaml")
 
-    def offer(self, config: Config) -> Offer:
+    def offer(self, config: Config) -> ConfiguredModels:
         there = {name: model for name, model in config.models.items() if not model.source.startswith("remote:")}
         for name, model in there.items():
             if model.source == "nowhere":
@@ -60,7 +60,7 @@ class FakeFile:
             for name, model in there.items()
             for one, source in model.adapters.items()
         ]
-        return Offer(FixedCatalogue(cards), config.models, preload, missing, tuple(adapters))
+        return ConfiguredModels(FixedCatalogue(cards), config.models, preload, missing, tuple(adapters))
 
 
 def on_admin(

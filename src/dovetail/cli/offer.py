@@ -15,7 +15,7 @@ import msgspec
 from dovetail.config import Config, ModelConfig, StoreConfig, load_config
 from dovetail.errors import ConfigError, DovetailError, InvalidRequest, ModelNotFound
 from dovetail.gateway.draft_models import draft_problem
-from dovetail.gateway.models import FixedCatalogue, NamedAdapter, Offer
+from dovetail.gateway.models import ConfiguredModels, FixedCatalogue, NamedAdapter
 from dovetail.store import Catalogue, describe
 from dovetail.store.checking import Finding, check_pieces, quarantine
 from dovetail.store.collect import collect
@@ -37,7 +37,7 @@ log = logging.getLogger("dovetail.gateway")
 Find = Callable[[str, str | None, str], ModelCard | None]
 
 
-def make_offer(config: Config, wanted: Sequence[str] = (), *, serves_early: bool = False) -> Offer:
+def make_offer(config: Config, wanted: Sequence[str] = (), *, serves_early: bool = False) -> ConfiguredModels:
     """What was named, else what the config names, else the whole catalogue. What is not here is pulled, with a bar;
     with `serves_early` what can be served while it downloads is left to the server."""
     catalogue = Catalogue(config.store.path)
@@ -92,10 +92,10 @@ def find_local(catalogue: Catalogue, source: str, name: str | None = None, layou
     return card if name is None else msgspec.structs.replace(card, name=name)
 
 
-def _offer(config: Config, wanted: Sequence[str], catalogue: Catalogue, find: Find) -> Offer:
+def _offer(config: Config, wanted: Sequence[str], catalogue: Catalogue, find: Find) -> ConfiguredModels:
     configs = dict(config.models)
     if not wanted and not configs:
-        return Offer(WatchedCatalogue(catalogue), {})
+        return ConfiguredModels(WatchedCatalogue(catalogue), {})
     cards, preload, missing = [], [], []
     for name in _with_drafts(wanted or tuple(config.models), configs):
         entry = configs.get(name)
@@ -111,7 +111,7 @@ def _offer(config: Config, wanted: Sequence[str], catalogue: Catalogue, find: Fi
         cards.append(card)
     _check_drafts(cards, configs)
     adapters = [adapter for card in cards for adapter in _adapters_of(catalogue, card, configs.get(card.name))]
-    return Offer(FixedCatalogue(cards), configs, tuple(preload), tuple(missing), tuple(adapters))
+    return ConfiguredModels(FixedCatalogue(cards), configs, tuple(preload), tuple(missing), tuple(adapters))
 
 
 def _arriving(name: str, is_wanted: bool, configs: dict[str, ModelConfig]) -> str:
@@ -262,7 +262,7 @@ class ConfigFile:
         with naming(self._path):
             return self._override(config)
 
-    def offer(self, config: Config) -> Offer:
+    def offer(self, config: Config) -> ConfiguredModels:
         """Pulls nothing: that would keep everything else in the file waiting."""
         catalogue = Catalogue(config.store.path)
 

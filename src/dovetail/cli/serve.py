@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from dovetail.cluster.durable import Durable
     from dovetail.gateway.admin.admin import Admin
-    from dovetail.gateway.models import Offer
+    from dovetail.gateway.models import ConfiguredModels
     from dovetail.gateway.workers.client import WorkerClient
     from dovetail.gateway.workers.recovery import Recovery
     from dovetail.store.host_pool.pool import HostPool
@@ -378,7 +378,7 @@ def _worker_options(config: Config, pool: HostPool | None) -> list[str]:
     return options
 
 
-def _make_offer(plan: Plan, *, serves_early: bool) -> Offer:
+def _make_offer(plan: Plan, *, serves_early: bool) -> ConfiguredModels:
     from dovetail.cli.offer import make_offer, naming
 
     with naming(plan.file):
@@ -393,7 +393,7 @@ def _import_http() -> None:
 async def _serve_http(
     plan: Plan,
     admin: Admin,
-    offer: Offer,
+    offer: ConfiguredModels,
     listener: socket.socket,
     heeds_hangup: bool,
     others: OtherMachines | None,
@@ -433,7 +433,7 @@ async def _serve_http(
         await batches.close()
 
 
-async def _start(admin: Admin, offer: Offer) -> None:
+async def _start(admin: Admin, offer: ConfiguredModels) -> None:
     """Returns when every model that was named can be asked for, and those that are on disk are loaded."""
     await asyncio.gather(admin.service.start(offer.preload), admin.pull_missing(offer))
 
@@ -455,7 +455,13 @@ def _offer_token(admin: Admin, port: int) -> None:
 
 
 def _make_admin(
-    plan: Plan, link: WorkerClient, offer: Offer, pool: HostPool | None, durable: Durable | None, *, serves_early: bool
+    plan: Plan,
+    link: WorkerClient,
+    offer: ConfiguredModels,
+    pool: HostPool | None,
+    durable: Durable | None,
+    *,
+    serves_early: bool,
 ) -> Admin:
     from dovetail.cli.offer import ConfigFile, LocalStore
     from dovetail.gateway.admin.admin import Admin

@@ -173,7 +173,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class Offer:
+class ConfiguredModels:
     """What a configuration asks for, as far as it is there: models with their settings, and what is still missing."""
 
     catalogue: Catalogue

@@ -29,7 +29,7 @@ from dovetail.gateway.admin.pulls import Puller, Pulls
 from dovetail.gateway.admin.residency import Residency
 from dovetail.gateway.admin.settings import Settings
 from dovetail.gateway.admin.verification import Checks, Verification
-from dovetail.gateway.models import AddedModel, Offer, ServedModel
+from dovetail.gateway.models import AddedModel, ConfiguredModels, ServedModel
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.text.tokenizer_check import check_tokenizer
 from dovetail.gateway.workers.recovery import Changes, until_joined
@@ -63,7 +63,7 @@ class ConfigFile(Protocol):
 
     def read(self) -> Config: ...
 
-    def offer(self, config: Config) -> Offer: ...
+    def offer(self, config: Config) -> ConfiguredModels: ...
 
 
 class Admin:
@@ -252,7 +252,7 @@ class Admin:
                 "%s: %s has changed; it takes effect when the server is started again", self.settings.file, key
             )
 
-    def _apply(self, config: Config, offer: Offer) -> None:
+    def _apply(self, config: Config, offer: ConfiguredModels) -> None:
         """In one tick: no request sees half of it."""
         arriving = self._models.arriving()
         self.settings.accept(config)
@@ -294,7 +294,7 @@ class Admin:
                 self._residency.preload += (name,)
             await self._residency.load_all([name])
 
-    async def pull_missing(self, offer: Offer) -> None:
+    async def pull_missing(self, offer: ConfiguredModels) -> None:
         """What was named when the server was started; returns when each can be asked for. Raises why one cannot."""
         for name in offer.missing:
             if not self._models.is_taken(name):
