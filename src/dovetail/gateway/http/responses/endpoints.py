@@ -51,7 +51,7 @@ from dovetail.gateway.http.responses.request import (
     compaction_chat,
     messages_of,
 )
-from dovetail.gateway.http.responses.rounds import ToolRounds, offered
+from dovetail.gateway.http.responses.rounds import ToolRounds, with_mcp_tools
 from dovetail.gateway.http.responses.store import (
     ResponseStore,
     StoredResponse,
@@ -150,7 +150,7 @@ class ResponsesEndpoints:
         else:
             before = self._before(body.previous_response_id, owner)
         model = await self._service.models.choose(body.model)
-        offer = await offered(body, self._servers, owner)
+        offer = await with_mcp_tools(body, self._servers, owner)
         body = offer.body
         warnings = (*offer.warnings, *body.warnings())
         job = await build_chat(self._service, request, chat_of(body, before), model, warnings=warnings)

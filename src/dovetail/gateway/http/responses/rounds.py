@@ -20,7 +20,7 @@ MakeJob = Callable[[ChatRequest], Awaitable[GenerationRequest]]
 
 
 @dataclass(frozen=True)
-class Offered:
+class RequestWithTools:
     """A request whose MCP servers have been asked for their tools."""
 
     body: ResponsesRequest
@@ -28,10 +28,10 @@ class Offered:
     has_mcp: bool = False
 
 
-async def offered(body: ResponsesRequest, servers: McpServers, key: str) -> Offered:
+async def with_mcp_tools(body: ResponsesRequest, servers: McpServers, key: str) -> RequestWithTools:
     """Raises Overloaded where a server that is wanted cannot be reached."""
     if not any(tool.type == "mcp" for tool in body.tools or ()):
-        return Offered(body)
+        return RequestWithTools(body)
     tools: list[ResponsesTool] = []
     warnings: list[str] = []
     for at, tool in enumerate(body.tools or ()):
@@ -40,7 +40,7 @@ async def offered(body: ResponsesRequest, servers: McpServers, key: str) -> Offe
             warnings += [problem] if problem else []
         tools.append(tool)
     has_mcp = any(tool.type == "mcp" and tool.tools for tool in tools)
-    return Offered(body.changed(tools=tools), tuple(warnings), has_mcp)
+    return RequestWithTools(body.changed(tools=tools), tuple(warnings), has_mcp)
 
 
 async def _filled(tool: ResponsesTool, where: str, servers: McpServers, key: str) -> tuple[ResponsesTool, str]:
