@@ -37,7 +37,7 @@ class EndedLine:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedBatch:
     """What a batch in progress has on disk."""
 
     index: Array
@@ -48,7 +48,7 @@ class Opened:
     usage: Usage
 
 
-def open_batch(store: BatchStore, batch: Batch) -> Opened:
+def open_batch(store: BatchStore, batch: Batch) -> OpenedBatch:
     """Raises OSError."""
     path = store.index(batch.id)
     index = np.memmap(path, dtype=LINE, mode="r") if path.exists() else np.zeros(0, dtype=LINE)
@@ -56,14 +56,14 @@ def open_batch(store: BatchStore, batch: Batch) -> Opened:
     found = files.recover()
     counts = msgspec.structs.replace(found.counts, total=len(index))
     input = os.open(store.content(batch.input_file), os.O_RDONLY | os.O_CLOEXEC)
-    return Opened(index, files, input, found.numbers, counts, found.usage)
+    return OpenedBatch(index, files, input, found.numbers, counts, found.usage)
 
 
 class RunningBatch:
     """Results count when they are on disk. While they cannot be written nothing new begins (`problem`)."""
 
     def __init__(
-        self, store: BatchStore, batch: Batch, opened: Opened, on_done: Callable[[RunningBatch, EndedLine], None]
+        self, store: BatchStore, batch: Batch, opened: OpenedBatch, on_done: Callable[[RunningBatch, EndedLine], None]
     ) -> None:
         self.batch = batch
         self.counts, self.usage = opened.counts, opened.usage

@@ -60,7 +60,7 @@ class TokenizerAnswer(msgspec.Struct, array_like=True, omit_defaults=True):
     problem: str = ""  # what `tokenizers` says against it
 
 
-class Opened(msgspec.Struct, array_like=True):
+class OpenedTokenizer(msgspec.Struct, array_like=True):
     table: TokenTable | None
     problem: str = ""
 
@@ -130,7 +130,7 @@ class _Fork:
         thread_gives_way(_GIVES_WAY)
         _limit_memory(SPARE_BYTES + BYTES_PER_FILE_BYTE * len(file))
         _limit_time()
-        opened = Opened(None)
+        opened = OpenedTokenizer(None)
         try:
             with tokenizer_call():
                 self._tokenizer = open_tokenizer(file)

@@ -23,7 +23,7 @@ import msgspec
 from dovetail.gateway.text.tokenizer_child import (
     LENGTH_BYTES,
     MAX_CPU_S,
-    Opened,
+    OpenedTokenizer,
     TokenizerAnswer,
     TokenizerOrder,
     framed,
@@ -148,11 +148,11 @@ class TokenizerProcess:
             channels[kind] = self._connected(kind)
         return await channels[kind].call(msgspec.msgpack.encode(order))
 
-    def _opened(self, file: bytes) -> Opened:
+    def _opened(self, file: bytes) -> OpenedTokenizer:
         control = self._handle.control
         try:
             control.sendall(framed(file))
-            opened = msgspec.msgpack.decode(receive(control), type=Opened)
+            opened = msgspec.msgpack.decode(receive(control), type=OpenedTokenizer)
             control.settimeout(None)
         except (OSError, EOFError) as error:
             self._handle.kill()
