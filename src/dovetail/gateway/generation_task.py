@@ -15,7 +15,7 @@ from dovetail.errors import EngineFailed, Overloaded, RequestError, Unprocessabl
 from dovetail.gateway.cluster import Cluster
 from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.metrics import Metrics
-from dovetail.gateway.slo import Outcome, SloWatch
+from dovetail.gateway.slo import SloOutcome, SloWatch
 from dovetail.gateway.text.stopper import Stopper
 from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.gateway.tracing import RequestTrace
@@ -168,7 +168,7 @@ class GenerationTask:
             choice.is_open = False
         self.num_open = 0
 
-    def _record_outcomes(self, failure: Outcome | None) -> None:
+    def _record_outcomes(self, failure: SloOutcome | None) -> None:
         for request, watch in zip(self.job.requests, self._slo, strict=True):
             outcome = failure if failure and self._is_open(request) else watch.outcome
             self._metrics.observe_end(self.job.model.name, request.service_class, outcome)

@@ -16,7 +16,7 @@ from prometheus_client.utils import floatToGoString
 
 from dovetail.gateway.exposition import Exposition, expose
 from dovetail.gateway.model_metrics import ModelMetrics
-from dovetail.gateway.slo import Outcome
+from dovetail.gateway.slo import SloOutcome
 from dovetail.messages import InstanceStats, Loaded, Stats, ToGateway
 from dovetail.types import ServiceClass
 
@@ -167,14 +167,14 @@ class Metrics:
         if service_class is ServiceClass.LATENCY_SENSITIVE:  # nobody waits for the others
             self.of_model(model).add_ttft(seconds)
 
-    def observe_end(self, model: str, service_class: ServiceClass, outcome: Outcome) -> None:
+    def observe_end(self, model: str, service_class: ServiceClass, outcome: SloOutcome) -> None:
         """Best effort has no targets: it is answered or not."""
         if service_class is ServiceClass.LATENCY_SENSITIVE:
             self._observe_outcome(model, outcome)
         got = "answered" if outcome == "attained" and service_class is ServiceClass.BEST_EFFORT else outcome
         self.class_requests.labels(model, service_class.name.lower(), got).inc()
 
-    def _observe_outcome(self, model: str, outcome: Outcome) -> None:
+    def _observe_outcome(self, model: str, outcome: SloOutcome) -> None:
         self.slo.labels(model, outcome).inc()
         model_metrics = self.of_model(model)
         model_metrics.outcomes[outcome] += 1

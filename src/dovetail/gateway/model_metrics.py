@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from statistics import median
 
-from dovetail.gateway.slo import Outcome
+from dovetail.gateway.slo import SloOutcome
 
 WINDOW = 512  # latencies of the last requests, so that the median follows the load
 
@@ -17,7 +17,7 @@ class ModelMetrics:
     """Outcomes since the server started, latencies of the last choices."""
 
     def __init__(self) -> None:
-        self.outcomes: Counter[Outcome] = Counter()
+        self.outcomes: Counter[SloOutcome] = Counter()
         self._ttft_s: deque[float] = deque(maxlen=WINDOW)
         self._tpot_s: deque[float] = deque(maxlen=WINDOW)
 

@@ -7,7 +7,7 @@ from typing import Literal
 from dovetail.types import Request, ServiceClass
 
 # What a request with targets got: its tokens in time, too late, no place, or an error that was not its own.
-Outcome = Literal["attained", "violated", "refused", "failed"]
+SloOutcome = Literal["attained", "violated", "refused", "failed"]
 
 DEFAULT_TPOT_S = 0.25
 
@@ -38,5 +38,5 @@ class SloWatch:
         self._violated |= now > due
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SloOutcome:
         return "violated" if self._violated and self._counts else "attained"

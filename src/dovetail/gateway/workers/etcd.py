@@ -110,7 +110,7 @@ class KeyValue(NamedTuple):
     lease: int
 
 
-class Outcome(NamedTuple):
+class TransactionOutcome(NamedTuple):
     """Of a transaction."""
 
     held: bool  # what it compared was so, and it was carried out
@@ -139,11 +139,13 @@ class EtcdClient:
         reply = self.call("kv/range", body | {"sort_target": "MOD", "sort_order": "ASCEND"})
         return tuple(_entry(item) for item in reply.get("kvs", ()))
 
-    def transact(self, compare: Sequence[Part], then: Sequence[Part], otherwise: Sequence[Part] = ()) -> Outcome:
+    def transact(
+        self, compare: Sequence[Part], then: Sequence[Part], otherwise: Sequence[Part] = ()
+    ) -> TransactionOutcome:
         reply = self.call("kv/txn", {"compare": [*compare], "success": [*then], "failure": [*otherwise]})
         reads = [one["response_range"] for one in reply.get("responses", ()) if "response_range" in one]
         found = tuple(_entry(item) for read in reads for item in read.get("kvs", ()))
-        return Outcome(bool(reply.get("succeeded")), int(reply["header"]["revision"]), found)
+        return TransactionOutcome(bool(reply.get("succeeded")), int(reply["header"]["revision"]), found)
 
     # Leases
 

@@ -87,7 +87,7 @@ class Leadership:
             self._serial = term.changed  # by a write of its own that nobody heard the answer to
         raise EtcdUnreachable("etcd carries out old calls")
 
-    def _take(self, now: float, compare: list[etcd.Part]) -> tuple[bool, etcd.Outcome]:
+    def _take(self, now: float, compare: list[etcd.Part]) -> tuple[bool, etcd.TransactionOutcome]:
         """Whether it leads, and else what it found."""
         if not self._lease or not self._client.keep_alive(self._lease):
             self._lease = self._client.grant(self._lease_s)
@@ -154,7 +154,7 @@ class Leadership:
             self._lease = 0
 
 
-def _found(outcome: etcd.Outcome, key: str) -> etcd.KeyValue | None:
+def _found(outcome: etcd.TransactionOutcome, key: str) -> etcd.KeyValue | None:
     return next((one for one in outcome.found if one.key == key), None)
 
 
