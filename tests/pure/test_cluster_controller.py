@@ -9,7 +9,7 @@ import pytest
 from sim_builders import make_hosting, make_node, make_work, serve_all
 
 from dovetail.cluster.controller import Controller
-from dovetail.cluster.decisions import Decision, How, Moving, Placed, Queued, Refused
+from dovetail.cluster.decisions import Decision, How, Moving, Placed, Queued, RequestRejected
 from dovetail.cluster.local import LocalNode
 from dovetail.cluster.request import RequestState
 from dovetail.cluster.starting import MAX_CANDIDATES
@@ -116,7 +116,7 @@ def test_a_request_without_a_place_is_queued_and_dropped_when_its_token_is_due()
     assert controller.queued.next_wake_s() == pytest.approx(1.001)
     controller.queued.wake(1.001)
     refused = said(controller)[-1]
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RequestRejected)
     assert refused.reason == "deadline"
     assert not controller.queued
 
@@ -124,7 +124,7 @@ def test_a_request_without_a_place_is_queued_and_dropped_when_its_token_is_due()
 def test_a_request_that_no_hardware_can_serve_is_refused_at_once() -> None:
     slow = make_node(hosting=make_hosting(decode_s=0.9))
     dropped = submit(make_cluster(slow), make_work())
-    assert isinstance(dropped, Refused)
+    assert isinstance(dropped, RequestRejected)
     assert dropped.reason == "hardware"
 
 
@@ -137,7 +137,7 @@ def test_who_came_before_any_node_is_told_when_only_nodes_without_room_for_it_ha
     controller.seeker.room.changed()
     controller.queued.wake(1.001)
     refused = said(controller)[-1]
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RequestRejected)
     assert (refused.reason, refused.retry_after_s) == ("too_large", None)
 
 
@@ -299,7 +299,7 @@ def test_a_request_handed_over_late_that_finds_no_decode_place_is_given_up_on_th
     controller.queued.wake(9.0)
     assert isinstance(said(controller)[-1], Queued)
     controller.queued.wake(9.25)
-    assert isinstance(said(controller)[-1], Refused)
+    assert isinstance(said(controller)[-1], RequestRejected)
 
 
 def test_in_a_large_cluster_a_start_asks_a_bounded_number_of_nodes() -> None:

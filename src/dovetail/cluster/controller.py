@@ -22,7 +22,7 @@ from dovetail.cluster.decisions import (
     Moving,
     NoNode,
     Placed,
-    Refused,
+    RequestRejected,
     Said,
     Warmed,
 )
@@ -87,7 +87,7 @@ class Controller:
                 note_arrival(self._log, submission, work, now)
         if self.seeker.is_too_large(works[0]):
             for work in works:
-                self._decide(Refused(work, "too_large", {}), now)
+                self._decide(RequestRejected(work, "too_large", {}), now)
         else:
             self.queued.begin(works, now)
         self._settle(now)
@@ -334,7 +334,7 @@ class Controller:
         elif isinstance(decision, Moving):
             decision.work.place = None
             self.migrations.over(decision.work.id)  # it was taken back for somebody else meanwhile
-        elif isinstance(decision, Refused):
+        elif isinstance(decision, RequestRejected):
             self.num_refused += 1
             self._end(decision.work, "refused", decision.reason, now)
             self.outbox.append(decision)

@@ -43,7 +43,7 @@ class Extended:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RequestRejected:
     """It has left: its token was due while it was without a place, or nothing can ever serve it."""
 
     work: RequestState
@@ -138,5 +138,5 @@ class Warmed:
     refusals: dict[str, int]
 
 
-Said = Refused | Failed | NoNode | Warmed | GiveUp | Kill  # to whoever drives the controller
-Decision = Warmed | Migrated | Displace | Placed | Queued | Extended | Refused | Moving
+Said = RequestRejected | Failed | NoNode | Warmed | GiveUp | Kill  # to whoever drives the controller
+Decision = Warmed | Migrated | Displace | Placed | Queued | Extended | RequestRejected | Moving

@@ -31,12 +31,12 @@ from dovetail.node.protocol import (
     Order,
     Propose,
     Question,
+    Refused,
     Release,
     StartRoom,
     TakeBack,
     Warm,
 )
-from dovetail.node.protocol import Refused as Refuses
 from dovetail.node.runtime import NodeRuntime
 from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import Refusal, SloRule
@@ -116,7 +116,7 @@ class LocalNode:
 
     def ask(self, question: Question, now: float) -> Answer | int:
         if self.is_draining and isinstance(question, Propose | Check | Warm):
-            return Refuses(Refusal.CLOSED)
+            return Refused(Refusal.CLOSED)
         if self.is_given_up:
             return LOST
         if now < self.silent_until_s:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dovetail import logschema
-from dovetail.cluster.decisions import Decision, Displace, Extended, Migrated, Moving, Placed, Queued, Refused
+from dovetail.cluster.decisions import Decision, Displace, Extended, Migrated, Moving, Placed, Queued, RequestRejected
 from dovetail.cluster.intake import Submission
 from dovetail.eventlog import EventLog
 from dovetail.policy.work import Work
@@ -38,7 +38,7 @@ def note_decision(log: EventLog, decision: Decision, now: float) -> None:
         log.write(now, logschema.QUEUED, request=decision.work.id, refusals=decision.refusals)
     elif isinstance(decision, Extended):
         log.write(now, logschema.EXTENDED, request=decision.work.id, due_s=decision.due_s)
-    elif isinstance(decision, Refused):
+    elif isinstance(decision, RequestRejected):
         why = {"reason": decision.reason, "refusals": decision.refusals, "retry_after_s": decision.retry_after_s}
         log.write(now, logschema.REFUSED, request=decision.work.id, **why)
     elif isinstance(decision, Moving):

@@ -12,7 +12,7 @@ from itertools import count
 import msgspec
 
 from dovetail.cluster.controller import Controller
-from dovetail.cluster.decisions import Failed, GiveUp, Kill, NoNode, Refused, Warmed
+from dovetail.cluster.decisions import Failed, GiveUp, Kill, NoNode, RequestRejected, Warmed
 from dovetail.cluster.handle import room_for
 from dovetail.cluster.intake import Submission
 from dovetail.cluster.open_requests import OpenChoice, OpenRequest, OpenRequests, Stream
@@ -199,7 +199,7 @@ class RemoteCluster:
             one = said.popleft()
             if isinstance(one, Failed):
                 self._failed(one, now)
-            elif isinstance(one, Refused):
+            elif isinstance(one, RequestRejected):
                 self._refused(one, now)
             else:
                 self.outbox.append(one)
@@ -213,7 +213,7 @@ class RemoteCluster:
         self._abort(choice.owner.open, now)
         choice.owner.stream.fail(error_of(failed))
 
-    def _refused(self, refused: Refused, now: float) -> None:
+    def _refused(self, refused: RequestRejected, now: float) -> None:
         choice = _choice_of(refused.work)
         event = TokenEvent(
             choice.owner.request.id,
@@ -227,7 +227,7 @@ class RemoteCluster:
         choice.owner.stream.put(event, now)
         self.requests.end(choice)
 
-    def _why(self, refused: Refused) -> str:
+    def _why(self, refused: RequestRejected) -> str:
         """The decision in words."""
         work = refused.work
         targets = work.ttft_s / work.slo_scale, work.tpot_s / work.slo_scale

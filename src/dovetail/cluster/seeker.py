@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from heapq import heappush
 
 from dovetail.cluster.asking import Ask, Asking, Decisions
-from dovetail.cluster.decisions import Decision, Displace, Extended, Moving, Placed, Queued, Refused
+from dovetail.cluster.decisions import Decision, Displace, Extended, Moving, Placed, Queued, RequestRejected
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.placer import Placer, Unwanted
 from dovetail.cluster.request import RequestState, Search
@@ -249,7 +249,7 @@ class Seeker:
         self.lengths.ended(work.id)
         followers, work.followers = work.followers, ()
         for one in (work, *followers):
-            self.outbox.append(Refused(one, reason, dict(search.refusals), retry_after_s))
+            self.outbox.append(RequestRejected(one, reason, dict(search.refusals), retry_after_s))
 
     # Moving
 

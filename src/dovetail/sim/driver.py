@@ -13,7 +13,7 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
-from dovetail.cluster.decisions import Failed, GiveUp, Kill, Refused
+from dovetail.cluster.decisions import Failed, GiveUp, Kill, RequestRejected
 from dovetail.cluster.intake import Submission
 from dovetail.cluster.local import LocalCluster, Output
 from dovetail.cluster.retry import RetryRule
@@ -237,7 +237,7 @@ class Simulation:
             self.cluster.settle(now)
 
     def _carry_out(self, node: NodeRuntime | None, said: Output, now: float) -> None:
-        if isinstance(said, Refused):
+        if isinstance(said, RequestRejected):
             self._refuse(said, now)
         elif isinstance(said, Failed):
             self._end(said.work, Fate.FAILED, said.reason, now)
@@ -321,7 +321,7 @@ class Simulation:
         elif isinstance(said, protocol.InstanceGone):
             device.forget(said.instance)
 
-    def _refuse(self, refused: Refused, now: float) -> None:
+    def _refuse(self, refused: RequestRejected, now: float) -> None:
         unserved = Fate.REJECTED if refused.reason in ("hardware", "too_large") else Fate.DROPPED
         self._end(refused.work, unserved if refused.work.produced == 0 else Fate.FAILED, refused.reason, now)
 
