@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dovetail.daytime import parse_hours
 from dovetail.errors import ConfigError, Conflict, InvalidRequest
 from dovetail.gateway.batches import job
-from dovetail.gateway.batches.check import CheckOrder, Report, check_file, lines_of_models
+from dovetail.gateway.batches.check import CheckOrder, CheckReport, check_file, lines_of_models
 from dovetail.gateway.batches.lines import LINE, BatchLines
 from dovetail.gateway.batches.pacing import Pace, Pressure
 from dovetail.gateway.batches.progress import Progress
@@ -272,7 +272,7 @@ def test_an_answer_is_one_line_for_whoever_splits_texts(tmp_path: Path) -> None:
 # The check of a file
 
 
-def checked(file: Path, content: bytes, **changes: object) -> Report:
+def checked(file: Path, content: bytes, **changes: object) -> CheckReport:
     file.write_bytes(content)
     order = CheckOrder(str(file), str(file.with_suffix(".index")), "/v1/completions", 2000, 50)
     return check_file(msgspec.structs.replace(order, **changes))

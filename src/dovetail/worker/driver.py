@@ -51,7 +51,7 @@ class WeightLoader(Protocol):
 
 
 @dataclass
-class Report:
+class DriverReport:
     """What the driver has to say to the outside since it was last asked."""
 
     tokens: dict[str, list[TokenEvent]]  # by model
@@ -80,7 +80,7 @@ class NodeDriver:
         self.runners: dict[int, ModelRunner] = {}  # by instance
         self.states: dict[int, RequestState] = {}
         self.home = NodeRuntime(Node(name, kind, memory_bytes, self.hostings, composition, prefixes=self), log=log)
-        self.report = Report({}, [], [])
+        self.report = DriverReport({}, [], [])
         self.resizes, self.resize_s = 0, 0.0
         self._loads, self._clock = loads, clock
         self._on_growth = on_growth  # called with what the ledger has left, before more of it is used
@@ -333,8 +333,8 @@ class NodeDriver:
         self._leaving += [one.request.id for one in notices if isinstance(one, Evicted | HandedOver)]
         return notices
 
-    def take_report(self) -> Report:
-        report, self.report = self.report, Report({}, [], [])
+    def take_report(self) -> DriverReport:
+        report, self.report = self.report, DriverReport({}, [], [])
         report.notices = self.take_notices()
         if self.home.version != self._told_version:
             self._told_version = self.home.version

@@ -47,7 +47,7 @@ class CheckOrder(msgspec.Struct, frozen=True):
     max_lines_key: str = "batch.max_lines"
 
 
-class Report(msgspec.Struct, frozen=True):
+class CheckReport(msgspec.Struct, frozen=True):
     total: int
     models: tuple[str | None, ...]  # that lines name, by number
     problems: tuple[LineProblem, ...]
@@ -144,7 +144,7 @@ class LineChecker:
         self._models: dict[str | None, int] = {}
         self.problems: list[LineProblem] = []
 
-    def check(self, file: BinaryIO) -> Report:
+    def check(self, file: BinaryIO) -> CheckReport:
         for line in read_lines(file, self._order.max_line_bytes):
             if len(self._hashes) == self._order.max_lines:
                 message = f"the file has more than {self._order.max_lines} lines ({self._order.max_lines_key})"
@@ -160,7 +160,7 @@ class LineChecker:
             self._find_duplicates(file)
         if not self.problems and not self._hashes:
             self.problems.append(LineProblem("the file has no lines", "empty_file"))
-        return Report(len(self._hashes), tuple(self._models), tuple(self.problems))
+        return CheckReport(len(self._hashes), tuple(self._models), tuple(self.problems))
 
     def index(self) -> Array:
         return np.concatenate([*self._index, np.array(self._part, dtype=LINE)])
@@ -281,16 +281,16 @@ def unwrap(order: CheckOrder) -> LineProblem | None:
     return None
 
 
-def check_file(order: CheckOrder) -> Report:
+def check_file(order: CheckOrder) -> CheckReport:
     try:
         return _check_file(order)
     except OSError as error:
-        return Report(0, (), (), trouble=f"the index of its lines cannot be written: {error.strerror}")
+        return CheckReport(0, (), (), trouble=f"the index of its lines cannot be written: {error.strerror}")
 
 
-def _check_file(order: CheckOrder) -> Report:
+def _check_file(order: CheckOrder) -> CheckReport:
     if order.is_wrapped and (problem := unwrap(order)) is not None:
-        return Report(0, (), (problem,))
+        return CheckReport(0, (), (problem,))
     checker = LineChecker(order)
     with Path(order.file).open("rb") as file:
         report = checker.check(file)

@@ -13,7 +13,7 @@ import msgspec
 
 from dovetail.errors import Overloaded, RequestError
 from dovetail.gateway.admin.settings import Settings
-from dovetail.gateway.batches.check import MODULE, CheckOrder, Report, check_file, lines_of_models
+from dovetail.gateway.batches.check import MODULE, CheckOrder, CheckReport, check_file, lines_of_models
 from dovetail.gateway.batches.records import Batch, LineProblem
 from dovetail.gateway.batches.store import BatchStore
 from dovetail.gateway.service import Service
@@ -30,15 +30,15 @@ class FileChecker:
         self._processes = asyncio.Semaphore(_MAX_PROCESSES)
         self._of_owner: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def check_batch(self, batch: Batch) -> Report:
+    async def check_batch(self, batch: Batch) -> CheckReport:
         """Its lines, and that there are the models that they name. Raises Overloaded: it cannot be done now."""
         return await self._checked(batch, self._store.content(batch.input_file), is_wrapped=False)
 
-    async def check_requests(self, batch: Batch, body: Path) -> Report:
+    async def check_requests(self, batch: Batch, body: Path) -> CheckReport:
         """Of a body that holds a list of requests, which becomes a file of lines."""
         return await self._checked(batch, body, is_wrapped=True)
 
-    async def _checked(self, batch: Batch, file: Path, *, is_wrapped: bool) -> Report:
+    async def _checked(self, batch: Batch, file: Path, *, is_wrapped: bool) -> CheckReport:
         report = await self._check_file(batch, file, is_wrapped=is_wrapped)
         if report.trouble is not None:
             raise Overloaded(report.trouble, code="storage_full", retry_after_s=60)
@@ -49,7 +49,7 @@ class FileChecker:
             self._store.index(batch.id).unlink(missing_ok=True)  # none of its lines will run
         return msgspec.structs.replace(report, problems=problems)
 
-    async def _check_file(self, batch: Batch, file: Path, *, is_wrapped: bool) -> Report:
+    async def _check_file(self, batch: Batch, file: Path, *, is_wrapped: bool) -> CheckReport:
         """In a process of its own; a small file in a thread, which takes less time than that process to begin."""
         config = self._settings.config
         order = CheckOrder(
@@ -66,7 +66,7 @@ class FileChecker:
         async with self._of_owner[batch.owner], self._processes:
             return await self._in_process(order)
 
-    async def _in_process(self, order: CheckOrder) -> Report:
+    async def _in_process(self, order: CheckOrder) -> CheckReport:
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", MODULE, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
@@ -78,10 +78,10 @@ class FileChecker:
                 await child.wait()
         if child.returncode:
             message = "the file could not be checked: it takes more memory or time than a file may"
-            return Report(0, (), (LineProblem(message, "file_too_complex"),))
-        return msgspec.json.decode(said, type=Report)
+            return CheckReport(0, (), (LineProblem(message, "file_too_complex"),))
+        return msgspec.json.decode(said, type=CheckReport)
 
-    async def _unknown_models(self, batch: Batch, file: Path, report: Report) -> tuple[LineProblem, ...]:
+    async def _unknown_models(self, batch: Batch, file: Path, report: CheckReport) -> tuple[LineProblem, ...]:
         """With the first line that names each."""
         wrong: dict[int, RequestError] = {}
         for number, name in enumerate(report.models):

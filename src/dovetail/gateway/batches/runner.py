@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from dovetail.errors import Overloaded, RequestError
 from dovetail.gateway.admin.settings import Settings
 from dovetail.gateway.batches import job
-from dovetail.gateway.batches.check import Report
+from dovetail.gateway.batches.check import CheckReport
 from dovetail.gateway.batches.checking import FileChecker
 from dovetail.gateway.batches.dispatch import LineDispatcher
 from dovetail.gateway.batches.records import (
@@ -53,7 +53,7 @@ class BatchRunner:
         self._settings = settings
         self._lines = LineDispatcher(service, settings)
         self.checker = FileChecker(store, service, settings)
-        self._checks: dict[str, asyncio.Task[Report]] = {}
+        self._checks: dict[str, asyncio.Task[CheckReport]] = {}
         self._troubles: dict[str, str] = {}  # by batch: what of it cannot be written
         self._lives: dict[str, asyncio.Task[None]] = {}  # by batch
         self._loops: list[asyncio.Task[None]] = []
@@ -155,7 +155,7 @@ class BatchRunner:
         if batch.status == "failed":
             logger.info("%s failed: %s", batch_id, report.problems[0].message)
 
-    async def _report_of(self, batch: Batch) -> Report:
+    async def _report_of(self, batch: Batch) -> CheckReport:
         while True:
             try:
                 report = await self.checker.check_batch(batch)
