@@ -43,6 +43,7 @@ RECORDS = (
     "OpenChoice",
     "Request",
     "RequestState",
+    "SequenceState",
     "Sequence",
     "GenerationTask",
     "Run",

@@ -16,7 +16,7 @@ from dovetail.sched.scheduler import NO_QUOTAS
 from dovetail.sched.sequence import Sequence
 from dovetail.types import TokenEvent
 from dovetail.worker.drafting import NO_DRAFTS, Drafts, propose
-from dovetail.worker.prompts import PromptTurn, RequestState
+from dovetail.worker.prompts import PromptTurn, SequenceState
 from dovetail.worker.runner import ModelRunner
 
 COMPILE_S = 60.0  # the first iteration on a GPU may have its kernels compiled
@@ -30,7 +30,7 @@ class TurnComputer:
         self,
         home: NodeRuntime,
         runners: Mapping[int, ModelRunner],
-        states: Mapping[int, RequestState],
+        states: Mapping[int, SequenceState],
         deliver: Deliver,
         clock: Callable[[], float],
         pulse: Pulse,

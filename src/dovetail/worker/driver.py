@@ -40,7 +40,7 @@ from dovetail.pulse import Pulse
 from dovetail.sched.sequence import sequences_of
 from dovetail.types import Request, TokenEvent
 from dovetail.worker.computer import TurnComputer
-from dovetail.worker.prompts import RequestState
+from dovetail.worker.prompts import SequenceState
 from dovetail.worker.runner import ModelRunner
 
 
@@ -78,7 +78,7 @@ class NodeDriver:
     ) -> None:
         self.hostings: dict[str, Hosting] = {}
         self.runners: dict[int, ModelRunner] = {}  # by instance
-        self.states: dict[int, RequestState] = {}
+        self.states: dict[int, SequenceState] = {}
         self.home = NodeRuntime(Node(name, kind, memory_bytes, self.hostings, composition, prefixes=self), log=log)
         self.report = DriverReport({}, [], [])
         self.resizes, self.resize_s = 0, 0.0
@@ -86,7 +86,7 @@ class NodeDriver:
         self._on_growth = on_growth  # called with what the ledger has left, before more of it is used
         self._on_adapter = on_adapter  # called before a sequence with an adapter enters
         self._on_said = on_said  # called around each thing that is carried out: what the node says may be passed on
-        self._by_choice: dict[tuple[str, int], RequestState] = {}
+        self._by_choice: dict[tuple[str, int], SequenceState] = {}
         self._sizes: dict[int, int] = {}  # blocks of instances that are still loading
         self._timers: list[tuple[float, int, int]] = []  # heap of (time, instance, epoch)
         self._told_version = -1  # of the view
@@ -204,7 +204,7 @@ class NodeDriver:
     def _expect(self, id: int, request: Request, hold: int) -> None:
         (sequence,) = sequences_of(request, id)
         sequence.is_held = hold > 0
-        state = self.states[id] = RequestState(id, request.model, sequence, hold=hold)
+        state = self.states[id] = SequenceState(id, request.model, sequence, hold=hold)
         self._by_choice[request.id, sequence.choice] = state
 
     def _forget(self, id: int) -> None:

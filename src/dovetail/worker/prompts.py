@@ -12,7 +12,7 @@ from dovetail.worker.runner import ModelRunner
 
 
 @dataclass(eq=False, slots=True)
-class RequestState:
+class SequenceState:
     """One open choice of one request while it is here."""
 
     id: int  # by which controller and node know it
@@ -28,7 +28,7 @@ class RequestState:
 class PromptPart:
     """What a turn computes of one prompt; of one that is held never the last token."""
 
-    state: RequestState
+    state: SequenceState
     left: int  # tokens; of one that was held and has been handed over there is one more to compute than the node knows
     known: int  # tokens of the whole prompt
     is_done: bool = False  # it has its token, or has ended
@@ -59,7 +59,7 @@ class PromptPart:
 class PromptTurn:
     """Parts of prompts, and whoever decodes beside them."""
 
-    def __init__(self, turn: events.Turn, states: Mapping[int, RequestState], runner: ModelRunner) -> None:
+    def __init__(self, turn: events.Turn, states: Mapping[int, SequenceState], runner: ModelRunner) -> None:
         self._instance = turn.instance.id
         self._runner = runner
         self._parts = [
