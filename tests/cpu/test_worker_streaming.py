@@ -13,7 +13,7 @@ from dovetail import messages
 from dovetail.engine.devices import Peaks
 from dovetail.engine.devices.cpu import CpuDevice
 from dovetail.policy.placement import DeviceKind
-from dovetail.policy.streaming import Residency
+from dovetail.policy.streaming import ResidentLayers
 from dovetail.store import Catalogue
 from dovetail.types import ModelCard
 from dovetail.worker.hosting import Profiles, streamed_weights
@@ -60,7 +60,7 @@ def test_of_one_that_does_not_as_many_layers_stay_as_fit(card: ModelCard) -> Non
     capacity = needed.device_bytes(0) + 20_000
     assert capacity < whole + 20_000
     config, profiles = configured(card, capacity, kv_bytes=20_000)
-    assert config.residency == Residency(needed.most_resident(capacity - 20_000))
+    assert config.residency == ResidentLayers(needed.most_resident(capacity - 20_000))
     hosting = hosting_of(config, profiles, 1.0, 0.0)
     assert hosting.weight_bytes == needed.device_bytes(config.residency.layers) <= capacity - 20_000
     assert 0 < config.kv_bytes <= 20_000
@@ -68,7 +68,7 @@ def test_of_one_that_does_not_as_many_layers_stay_as_fit(card: ModelCard) -> Non
 
 def test_every_iteration_of_it_is_expected_to_take_as_long_as_the_link(card: ModelCard) -> None:
     config, profiles = configured(card, 1 << 30, resident_share=0.25)
-    assert config.residency == Residency(1)  # of 4
+    assert config.residency == ResidentLayers(1)  # of 4
     hosting = hosting_of(config, profiles, 1.0, 0.0)
     layers = streamed_weights(card, "f32", "f32" if card.layout == "plain" else card.layout)
     assert hosting.latency.decode_s(1, 64) >= layers.link_bytes(1) / LINK > 0

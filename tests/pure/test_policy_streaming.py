@@ -9,7 +9,7 @@ import pytest
 
 from dovetail.engine.layer_slots import LayerSlots
 from dovetail.policy.latency import Curve, LatencyModel, Surface
-from dovetail.policy.streaming import SLOTS, Residency, StreamedWeights, residency, streamed_layers, with_link
+from dovetail.policy.streaming import SLOTS, ResidentLayers, StreamedWeights, residency, streamed_layers, with_link
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 7, 32, 80])
@@ -60,19 +60,19 @@ def test_all_stay_where_they_fit_beside_some_cache_unless_the_user_says_otherwis
     weights = llama_8b()
     kv = 268_435_456
     assert residency(weights, weights.total_bytes + kv, kv, None) is None
-    assert residency(weights, weights.total_bytes, kv, None) == Residency(29)  # slots take what two of them save
-    assert residency(weights, 8 << 30, kv, None) == Residency(weights.most_resident((8 << 30) - kv))
+    assert residency(weights, weights.total_bytes, kv, None) == ResidentLayers(29)  # slots take what two of them save
+    assert residency(weights, 8 << 30, kv, None) == ResidentLayers(weights.most_resident((8 << 30) - kv))
     chosen = [residency(weights, 1 << 40, kv, share) for share in (0.0, 0.25, 0.5, 1.0)]
-    assert chosen == [Residency(0), Residency(8), Residency(16), None]
+    assert chosen == [ResidentLayers(0), ResidentLayers(8), ResidentLayers(16), None]
 
 
 def test_where_there_is_no_room_for_slots_layers_are_read_in_place_unless_they_are_codes() -> None:
     weights = llama_8b()
     small = weights.device_bytes(0) - 1
-    assert residency(weights, small, 0, None) == Residency(0, in_place=True)
+    assert residency(weights, small, 0, None) == ResidentLayers(0, in_place=True)
     assert weights.device_bytes(0, in_place=True) == weights.total_bytes - 32 * weights.kept[0] < small
-    assert residency(weights, weights.device_bytes(0), 0, None) == Residency(0)
-    assert residency(llama_8b(is_unpacked=True), small, 0, None) == Residency(0)
+    assert residency(weights, weights.device_bytes(0), 0, None) == ResidentLayers(0)
+    assert residency(llama_8b(is_unpacked=True), small, 0, None) == ResidentLayers(0)
 
 
 def test_no_iteration_is_expected_to_be_shorter_than_the_link_takes() -> None:

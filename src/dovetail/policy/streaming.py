@@ -51,21 +51,23 @@ class StreamedWeights:
         return next((count for count in counts if self.device_bytes(count) <= room_bytes), 0)
 
 
-class Residency(NamedTuple):
+class ResidentLayers(NamedTuple):
     """Of a model of which not all layers stay on the device."""
 
     layers: int  # that do
     in_place: bool = False  # the others have no slots: kernels read them in host memory, a little slower
 
 
-def residency(weights: StreamedWeights, capacity_bytes: int, kv_bytes: int, share: float | None) -> Residency | None:
+def residency(
+    weights: StreamedWeights, capacity_bytes: int, kv_bytes: int, share: float | None
+) -> ResidentLayers | None:
     """None = all layers stay. `share`: of the layers, as the user says; None = all that fit beside this much KV memory.
     Codes are unpacked on the device, so that they cannot be read in place."""
     room = capacity_bytes - min(kv_bytes, capacity_bytes // 2)
     count = weights.most_resident(room) if share is None else round(share * weights.num_layers)
     if count >= weights.num_layers:
         return None
-    return Residency(count, in_place=weights.device_bytes(count) > room and not weights.is_unpacked)
+    return ResidentLayers(count, in_place=weights.device_bytes(count) > room and not weights.is_unpacked)
 
 
 def with_link(latency: LatencyModel, link_s: float) -> LatencyModel:

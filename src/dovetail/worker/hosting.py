@@ -20,7 +20,7 @@ from dovetail.machine import slug
 from dovetail.modelspec import DTYPE_BYTES, FP8, KvKind, activation_dtype, is_fp8_matrix
 from dovetail.policy.latency import GIB, LatencyModel
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.streaming import Residency, StreamedWeights, residency, with_link
+from dovetail.policy.streaming import ResidentLayers, StreamedWeights, residency, with_link
 from dovetail.profiles.files import read_profile
 from dovetail.profiles.hardware import Hardware, Shape, latency_of
 from dovetail.profiles.live import LiveLatency
@@ -93,7 +93,7 @@ class Profiles:
         max_kv_tokens: int,
         keep_alive_s: float,
         load_s: float,
-        residency: Residency | None = None,
+        residency: ResidentLayers | None = None,
     ) -> Hosting:
         latency = self.latency(card, dtype, kv, residency)
         return Hosting(
@@ -107,7 +107,7 @@ class Profiles:
         )
 
     def latency(
-        self, card: ModelCard, dtype: str, kv: KvKind = "auto", residency: Residency | None = None
+        self, card: ModelCard, dtype: str, kv: KvKind = "auto", residency: ResidentLayers | None = None
     ) -> LiveLatency:
         """`residency`: None = all of its layers stay on the device."""
         name = self.shape_name(card, dtype, kv)
@@ -121,7 +121,7 @@ class Profiles:
             )
         return live
 
-    def _linked(self, base: LatencyModel, card: ModelCard, dtype: str, residency: Residency) -> LatencyModel:
+    def _linked(self, base: LatencyModel, card: ModelCard, dtype: str, residency: ResidentLayers) -> LatencyModel:
         kept = kept_as(card, dtype, self._device)
         link_bytes = streamed_weights(card, dtype, kept).link_bytes(residency.layers)
         return with_link(base, link_bytes / self.prepare(dtype, kept).link)
@@ -154,7 +154,7 @@ class Profiles:
     def shape_of(self, card: ModelCard, dtype: str, kv: KvKind = "auto") -> Shape:
         return shape_of(card, dtype, kept_as(card, dtype, self._device), kv)
 
-    def weight_bytes(self, card: ModelCard, dtype: str, residency: Residency | None = None) -> int:
+    def weight_bytes(self, card: ModelCard, dtype: str, residency: ResidentLayers | None = None) -> int:
         kept = kept_as(card, dtype, self._device)
         if residency is not None:
             return streamed_weights(card, dtype, kept).device_bytes(residency.layers, in_place=residency.in_place)
@@ -162,7 +162,7 @@ class Profiles:
 
     def residency(
         self, card: ModelCard, dtype: str, capacity: int, kv_bytes: int, share: float | None
-    ) -> Residency | None:
+    ) -> ResidentLayers | None:
         """Which layers stay on this device, which has so much memory; None = all of them."""
         if self._device.kind is DeviceKind.CPU:  # it computes with weights where they lie
             return None

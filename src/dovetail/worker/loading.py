@@ -23,7 +23,7 @@ from dovetail.modelspec import KvKind
 from dovetail.node.events import StartLoad
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.startup import LoadTimes
-from dovetail.policy.streaming import Residency
+from dovetail.policy.streaming import ResidentLayers
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.store.loading.loader import Ticket
@@ -71,7 +71,7 @@ class InstanceConfig:
     max_adapters: int = 0  # in one iteration; 0 = any number
     speculation: Speculation = OFF
     draft: DraftConfig | None = None
-    residency: Residency | None = None  # on a GPU, of the model; None = all of its layers stay there
+    residency: ResidentLayers | None = None  # on a GPU, of the model; None = all of its layers stay there
     verify: bool = False  # compare weights that are mapped without a pool with their checksums
 
     @property
