@@ -25,8 +25,8 @@ from dovetail.errors import (
 )
 from dovetail.gateway.admin.adapter_registry import AdapterRegistry, AdapterStore, no_change_of
 from dovetail.gateway.admin.arrivals import Arrivals, until_settled
+from dovetail.gateway.admin.preloaded import PreloadedModels
 from dovetail.gateway.admin.pulls import Puller, Pulls
-from dovetail.gateway.admin.residency import Residency
 from dovetail.gateway.admin.settings import Settings
 from dovetail.gateway.admin.verification import Checks, Verification
 from dovetail.gateway.models import AddedModel, ConfiguredModels, ServedModel
@@ -85,7 +85,7 @@ class Admin:
         self._file = file
         self._changing = asyncio.Lock()  # one change at a time: each looks before it acts
         self._adapters = AdapterRegistry(service, store, self._check_free)
-        self._residency = Residency(service, preload)
+        self._residency = PreloadedModels(service, preload)
         self._arrivals = Arrivals(self.pulls, service, self._begin_serving, self._residency.spawn)
         self._verification: Verification | None = None
         service.link.observers.append(self._on_message)

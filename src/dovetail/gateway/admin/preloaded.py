@@ -16,7 +16,7 @@ from dovetail.messages import Hello, ToGateway
 logger = logging.getLogger("dovetail.gateway")
 
 
-class Residency:
+class PreloadedModels:
     def __init__(self, service: Service, preload: Iterable[str]) -> None:
         self._service = service
         self._models = service.models
