@@ -146,7 +146,7 @@ class Fetcher:
         return [Neighbour(address, self._token) for address in self.neighbours]
 
 
-class Sharing:
+class NeighbourSharing:
     """What a machine that joined has for its neighbours, and from them; of a worker on the gateway's own machine,
     nothing."""
 

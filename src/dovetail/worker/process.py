@@ -27,7 +27,7 @@ from dovetail.policy.headroom import INFINITY
 from dovetail.pulse import Pulse
 from dovetail.worker.adapters import AdapterCache
 from dovetail.worker.driver import NodeDriver, is_shared
-from dovetail.worker.fetching import Sharing
+from dovetail.worker.fetching import NeighbourSharing
 from dovetail.worker.grammar_thread import GrammarThread
 from dovetail.worker.hosting import Profiles
 from dovetail.worker.instances import hosting_of, instance_config
@@ -95,7 +95,7 @@ class Worker:
         )
         self._loader.start()
         keys = take_keys()
-        self._sharing = Sharing(config.connect, keys, self._loader.fetched)
+        self._sharing = NeighbourSharing(config.connect, keys, self._loader.fetched)
         self._loader.fetcher = self._sharing.fetcher
         self._wire = Wire(config.node, config.connect, keys)
         self._wake = self._wire.context.socket(zmq.PULL)
