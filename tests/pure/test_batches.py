@@ -20,7 +20,7 @@ from dovetail.gateway.batches.check import CheckOrder, CheckReport, check_file, 
 from dovetail.gateway.batches.lines import LINE, BatchLines
 from dovetail.gateway.batches.pacing import Pace, Pressure
 from dovetail.gateway.batches.progress import Progress
-from dovetail.gateway.batches.records import Batch, Counts, StoredFile, Usage
+from dovetail.gateway.batches.records import Batch, BatchUsage, Counts, StoredFile
 from dovetail.gateway.batches.results import LineResponse, LineResult, ResultFiles, result_id
 from dovetail.gateway.batches.schedule import LineSchedule
 from dovetail.gateway.batches.store import BatchStore
@@ -247,7 +247,7 @@ def test_what_a_machine_left_unfinished_is_cut_off_and_the_rest_counts(tmp_path:
     files = ResultFiles(*paths)
     found = files.recover()
     assert sorted(found.numbers) == [0, 1, 2]
-    assert (found.counts, found.usage) == (Counts(completed=2, failed=1), Usage(9, 3))
+    assert (found.counts, found.usage) == (Counts(completed=2, failed=1), BatchUsage(9, 3))
     files.append([result(3)])
     assert [json.loads(line)["custom_id"] for line in paths[0].read_text().splitlines()] == [
         "line 0",
@@ -351,13 +351,13 @@ def test_what_is_over_stays_over() -> None:
     begun = job.begin(BATCH, 5, ["m"], 110)
     cancelled = job.cancel(begun, 120)
     assert job.cancel(cancelled, 130) is cancelled
-    over = job.finish(cancelled, Counts(5, 2, 1, 0, 2), Usage(), 140)
+    over = job.finish(cancelled, Counts(5, 2, 1, 0, 2), BatchUsage(), 140)
     assert (over.status, over.ended_s) == ("cancelled", 140)
     assert not job.is_late(over, 1e9)
     with pytest.raises(Conflict):
         job.cancel(over, 150)
     with pytest.raises(AssertionError):
-        job.finish(cancelled, Counts(5, 2, 1, 0, 1), Usage(), 140)
+        job.finish(cancelled, Counts(5, 2, 1, 0, 1), BatchUsage(), 140)
 
 
 def test_a_batch_is_late_from_its_last_second_on() -> None:

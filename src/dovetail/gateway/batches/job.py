@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from dovetail.errors import Conflict
-from dovetail.gateway.batches.records import Batch, Counts, LineProblem, Usage
+from dovetail.gateway.batches.records import Batch, BatchUsage, Counts, LineProblem
 
 MAX_ENDED = 2000  # batches of one key that are kept: they are in memory, with what was wrong with their files
 
@@ -69,7 +69,7 @@ def finalize(batch: Batch, now: int) -> Batch:
     return msgspec.structs.replace(batch, status="finalizing", finalizing_s=now)
 
 
-def finish(batch: Batch, counts: Counts, usage: Usage, now: int) -> Batch:
+def finish(batch: Batch, counts: Counts, usage: BatchUsage, now: int) -> Batch:
     """Its files are closed: each line is in one of them, once."""
     assert batch.status in ("finalizing", "cancelling")
     assert counts.ended == counts.total

@@ -53,12 +53,12 @@ class Counts(msgspec.Struct, frozen=True):
         return self.completed + self.failed + self.expired + self.cancelled
 
 
-class Usage(msgspec.Struct, frozen=True):
+class BatchUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(self.prompt_tokens + other.prompt_tokens, self.completion_tokens + other.completion_tokens)
+    def __add__(self, other: BatchUsage) -> BatchUsage:
+        return BatchUsage(self.prompt_tokens + other.prompt_tokens, self.completion_tokens + other.completion_tokens)
 
     @property
     def total(self) -> int:
@@ -83,7 +83,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[LineProblem, ...] = ()
     models: tuple[str | None, ...] = ()  # that its lines name
     counts: Counts = Counts()  # when it has ended; until then they are in its files
-    usage: Usage = Usage()
+    usage: BatchUsage = BatchUsage()
     began_s: int | None = None
     finalizing_s: int | None = None
     cancelling_s: int | None = None

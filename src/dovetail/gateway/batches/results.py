@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from dovetail.gateway.batches.lines import Array
-from dovetail.gateway.batches.records import CANCELLED, EXPIRED, Counts, Usage
+from dovetail.gateway.batches.records import CANCELLED, EXPIRED, BatchUsage, Counts
 
 
 class LineResponse(msgspec.Struct, frozen=True):
@@ -87,20 +87,20 @@ _SEEN = msgspec.json.Decoder(_Seen)
 _BODY = msgspec.json.Decoder(_SeenBody)
 
 
-def usage_in(body: bytes) -> Usage:
+def usage_in(body: bytes) -> BatchUsage:
     """Of an answer."""
     try:
         return _usage_of(_BODY.decode(body))
     except (msgspec.DecodeError, RecursionError):
-        return Usage()
+        return BatchUsage()
 
 
-def _usage_of(body: _SeenBody | None) -> Usage:
+def _usage_of(body: _SeenBody | None) -> BatchUsage:
     if body is None or body.usage is None:
-        return Usage()
+        return BatchUsage()
     used = body.usage
     prompt = used.prompt_tokens + used.input_tokens + used.cache_read_input_tokens
-    return Usage(prompt, used.completion_tokens + used.output_tokens)
+    return BatchUsage(prompt, used.completion_tokens + used.output_tokens)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Answered:
 
     numbers: Array
     counts: Counts  # without a total
-    usage: Usage
+    usage: BatchUsage
 
 
 class ResultFiles:
@@ -127,7 +127,7 @@ class ResultFiles:
         """Reads what is there, and cuts off what is no whole line."""
         numbers: list[int] = []
         kinds = {"completed": 0, "failed": 0, EXPIRED: 0, CANCELLED: 0}
-        usage = Usage()
+        usage = BatchUsage()
         for at, path in enumerate(self.paths):
             kept = 0
             for line, seen in _whole_lines(path):

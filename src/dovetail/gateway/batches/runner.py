@@ -24,10 +24,10 @@ from dovetail.gateway.batches.records import (
     CANCELLED,
     EXPIRED,
     Batch,
+    BatchUsage,
     Counts,
     Status,
     StoredFile,
-    Usage,
 )
 from dovetail.gateway.batches.running import RunningBatch, open_batch
 from dovetail.gateway.batches.store import BatchStore
@@ -91,7 +91,7 @@ class BatchRunner:
         running = self._lines.running.get(batch.id)
         return batch.counts if running is None else running.counts
 
-    def usage_of(self, batch: Batch) -> Usage:
+    def usage_of(self, batch: Batch) -> BatchUsage:
         running = self._lines.running.get(batch.id)
         return batch.usage if running is None else running.usage
 

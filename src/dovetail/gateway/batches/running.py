@@ -16,7 +16,7 @@ import numpy as np
 from dovetail.gateway.batches.check import InputLine
 from dovetail.gateway.batches.lines import LINE, Array, BatchLines
 from dovetail.gateway.batches.progress import Progress
-from dovetail.gateway.batches.records import Batch, Counts, Usage
+from dovetail.gateway.batches.records import Batch, BatchUsage, Counts
 from dovetail.gateway.batches.results import LineError, LineResult, ResultFiles, result_id
 from dovetail.gateway.batches.store import BatchStore
 
@@ -33,7 +33,7 @@ class EndedLine:
 
     number: int
     result: LineResult
-    usage: Usage
+    usage: BatchUsage
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class OpenedBatch:
     input: int
     answered: Array
     counts: Counts
-    usage: Usage
+    usage: BatchUsage
 
 
 def open_batch(store: BatchStore, batch: Batch) -> OpenedBatch:
