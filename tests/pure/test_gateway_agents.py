@@ -15,7 +15,7 @@ from test_gateway_http import KEYS, check_error, on_app
 from dovetail.errors import InvalidRequest, ResponseNotFound
 from dovetail.gateway.http.responses.builder import OutputBuilder
 from dovetail.gateway.http.responses.conversations import MAX_ITEMS, Conversations
-from dovetail.gateway.http.responses.request import Item, ResponsesRequest, chat_of
+from dovetail.gateway.http.responses.request import Item, ResponsesRequest, responses_chat
 from dovetail.gateway.http.responses.tools import ToolSet
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.reading import CallDelta, Parts
@@ -49,7 +49,7 @@ def request(**changes: Any) -> ResponsesRequest:
 
 
 def told(*items: Any) -> list[dict[str, Any]]:
-    chat = chat_of(request(input=list(items), tools=TOOLS), ())
+    chat = responses_chat(request(input=list(items), tools=TOOLS), ())
     return [message.model_dump(exclude_none=True) for message in chat.messages]
 
 
@@ -83,7 +83,7 @@ def test_what_agents_send_along_is_accepted_and_named(tmp_path: Path) -> None:
 
 
 def test_tools_of_every_kind_are_functions_to_the_model() -> None:
-    chat = chat_of(request(tools=TOOLS), ())
+    chat = responses_chat(request(tools=TOOLS), ())
     assert chat.tools is not None
     assert [tool.function.name for tool in chat.tools] == ["run", "agents.close", "apply_patch"]
     patch = chat.tools[2].function
@@ -91,19 +91,19 @@ def test_tools_of_every_kind_are_functions_to_the_model() -> None:
     assert patch.parameters is not None
     assert patch.parameters["properties"] == {"input": {"type": "string"}}
     regex = PATCH | {"format": {"type": "grammar", "syntax": "regex", "definition": "a+|b"}}
-    held = chat_of(request(tools=[regex]), ()).tools
+    held = responses_chat(request(tools=[regex]), ()).tools
     assert held is not None
     assert held[0].function.parameters == {
         "type": "object",
         "properties": {"input": {"type": "string", "pattern": "^(?:a+|b)$"}},
         "required": ["input"],
     }
-    forced = chat_of(request(tools=TOOLS, tool_choice={"type": "custom", "name": "apply_patch"}), ())
+    forced = responses_chat(request(tools=TOOLS, tool_choice={"type": "custom", "name": "apply_patch"}), ())
     assert forced.tool_choice.function.name == "apply_patch"  # type: ignore[union-attr]
-    only_hosted = chat_of(request(tools=TOOLS[3:], tool_choice="required"), ())
+    only_hosted = responses_chat(request(tools=TOOLS[3:], tool_choice="required"), ())
     assert (only_hosted.tools, only_hosted.tool_choice) == (None, "auto")
     with pytest.raises(InvalidRequest, match="twice"):
-        chat_of(request(tools=[*TOOLS, TOOLS[0]]), ())
+        responses_chat(request(tools=[*TOOLS, TOOLS[0]]), ())
 
 
 def test_calls_come_back_as_they_were_offered() -> None:

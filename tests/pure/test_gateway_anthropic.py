@@ -14,7 +14,7 @@ from test_gateway_http import CHAT, KEYS, on_app
 
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.http.anthropic.answer import Blocks
-from dovetail.gateway.http.anthropic.request import MessagesRequest, chat_of
+from dovetail.gateway.http.anthropic.request import MessagesRequest, anthropic_chat
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.reading import CallDelta, Parts
 
@@ -27,7 +27,7 @@ def request(**changes: Any) -> MessagesRequest:
 
 
 def told(**changes: Any) -> list[dict[str, Any]]:
-    chat = chat_of(request(**changes), thinks=False)
+    chat = anthropic_chat(request(**changes), thinks=False)
     return [message.model_dump(exclude_none=True) for message in chat.messages]
 
 
@@ -211,30 +211,30 @@ def test_messages_become_those_of_a_chat() -> None:
 
 
 def test_options_become_those_of_a_chat() -> None:
-    plain = chat_of(request(tools=[TOOL, {"type": "bash_20250124", "name": "bash"}]), thinks=True)
+    plain = anthropic_chat(request(tools=[TOOL, {"type": "bash_20250124", "name": "bash"}]), thinks=True)
     assert plain.tools is not None
     assert [tool.function.name for tool in plain.tools] == ["f"]
     assert (plain.wanted_tokens, plain.thinking_token_budget, plain.wants_thoughts) == (6, None, None)
-    assert chat_of(request(tools=[TOOL], tool_choice={"type": "any"}), thinks=False).tool_choice == "required"
-    named = chat_of(request(tools=[TOOL], tool_choice={"type": "tool", "name": "f"}), thinks=False)
+    assert anthropic_chat(request(tools=[TOOL], tool_choice={"type": "any"}), thinks=False).tool_choice == "required"
+    named = anthropic_chat(request(tools=[TOOL], tool_choice={"type": "tool", "name": "f"}), thinks=False)
     assert named.tool_choice.function.name == "f"  # type: ignore[union-attr]
     thinking = {"type": "enabled", "budget_tokens": 1024}
-    assert chat_of(request(thinking=thinking), thinks=True).thinking_token_budget == 1024
-    assert chat_of(request(thinking=thinking), thinks=False).thinking_token_budget is None
-    off = chat_of(request(thinking={"type": "disabled"}), thinks=True)
+    assert anthropic_chat(request(thinking=thinking), thinks=True).thinking_token_budget == 1024
+    assert anthropic_chat(request(thinking=thinking), thinks=False).thinking_token_budget is None
+    off = anthropic_chat(request(thinking={"type": "disabled"}), thinks=True)
     assert off.chat_template_kwargs == {"enable_thinking": False}
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    held = chat_of(
+    held = anthropic_chat(
         request(output_config={"effort": "max", "format": {"type": "json_schema", "schema": schema}}), thinks=True
     )
     assert held.response_format is not None
     assert (held.effort, held.response_format.type) == ("high", "json_schema")
-    prefilled = chat_of(
+    prefilled = anthropic_chat(
         request(messages=[*CHAT["messages"], {"role": "assistant", "content": "The answer is"}]), thinks=False
     )
     assert prefilled.continue_final_message
     with pytest.raises(InvalidRequest, match="needs a name"):
-        chat_of(request(tools=[TOOL], tool_choice={"type": "tool"}), thinks=False)
+        anthropic_chat(request(tools=[TOOL], tool_choice={"type": "tool"}), thinks=False)
 
 
 def test_parts_become_blocks_and_the_events_build_the_same_blocks() -> None:

@@ -23,7 +23,7 @@ from dovetail.config import Config, McpConfig, parse_config
 from dovetail.errors import ConfigError, Overloaded
 from dovetail.gateway.http.responses.builder import OutputBuilder
 from dovetail.gateway.http.responses.items import McpCall
-from dovetail.gateway.http.responses.request import Item, messages_of
+from dovetail.gateway.http.responses.request import Item, responses_messages
 from dovetail.gateway.mcp import servers as mcp_servers
 from dovetail.gateway.mcp.records import Called
 from dovetail.gateway.mcp.servers import McpServers, check_mcp
@@ -192,7 +192,7 @@ def test_calls_that_were_made_are_told_to_the_model() -> None:
         Item(type="mcp_call", id="m2", server_label="notes", name="fail", arguments="{}", error=ERROR),
         Item(type="mcp_call", id="m3", server_label="notes", name="fail", arguments="{}", error="gone"),
     ]
-    told = [message.model_dump(exclude_none=True) for message in messages_of(items)]
+    told = [message.model_dump(exclude_none=True) for message in responses_messages(items)]
     assert [(one["role"], one.get("content")) for one in told] == [
         ("user", "look"), ("assistant", None), ("tool", "kept"), ("assistant", None), ("tool", "no such note"),
         ("assistant", None), ("tool", "gone"),

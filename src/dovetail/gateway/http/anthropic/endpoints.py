@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from dovetail.gateway.http.anthropic.answer import MessageShape
-from dovetail.gateway.http.anthropic.request import CountTokensRequest, MessagesRequest, chat_of
+from dovetail.gateway.http.anthropic.request import CountTokensRequest, MessagesRequest, anthropic_chat
 from dovetail.gateway.http.build_request import build_chat
 from dovetail.gateway.http.endpoint import documented, read_body, request_body
 from dovetail.gateway.http.problems import AnthropicErrorBody
@@ -45,7 +45,7 @@ class AnthropicEndpoints:
         self._service.check_admission()
         body = await read_body(MessagesRequest, request)
         model = await self._service.models.choose(body.model)
-        chat = chat_of(body, thinks=_thinks(model))
+        chat = anthropic_chat(body, thinks=_thinks(model))
         asked = build_chat(self._service, request, chat, model, warnings=body.warnings())
         job = await until_disconnect(request.receive, asked)
         shape = MessageShape(job, max_tokens=body.max_tokens)
@@ -56,7 +56,9 @@ class AnthropicEndpoints:
         body = await read_body(CountTokensRequest, request)
         model = await self._service.models.choose(body.model)
         await model.prepare()
-        prompt = await until_disconnect(request.receive, chat_prompt(chat_of(body, thinks=_thinks(model)), model))
+        prompt = await until_disconnect(
+            request.receive, chat_prompt(anthropic_chat(body, thinks=_thinks(model)), model)
+        )
         account = request.state.caller.account
         if account is not None:
             account.add_tokens(len(prompt.tokens), time.monotonic())

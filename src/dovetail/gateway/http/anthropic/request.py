@@ -149,9 +149,9 @@ class MessagesRequest(CountTokensRequest):
     ignore_eos: bool | None = None
 
 
-def chat_of(body: CountTokensRequest, *, thinks: bool) -> ChatRequest:
+def anthropic_chat(body: CountTokensRequest, *, thinks: bool) -> ChatRequest:
     """The chat that answers it. `thinks`: the model thinks aloud, and a budget for that means something to it."""
-    messages = messages_of(body)
+    messages = anthropic_messages(body)
     last = messages[-1]
     output = body.output_config or OutputConfig()
     format = output.format or body.output_format
@@ -221,7 +221,7 @@ def _tool_choice(choice: AnthropicToolChoice | None) -> Any:
     return {"any": "required"}.get(choice.type, choice.type)
 
 
-def messages_of(body: CountTokensRequest) -> list[Message]:
+def anthropic_messages(body: CountTokensRequest) -> list[Message]:
     """Messages of one role that follow each other are one, as Anthropic has it."""
     told: list[dict[str, Any]] = []
     if system := body.system_text:

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from dovetail.errors import InvalidRequest, ResponseNotFound
 from dovetail.gateway.http.api import FAIL_FAST, StrictBody
 from dovetail.gateway.http.endpoint import documented, read_body, request_body
-from dovetail.gateway.http.responses.request import Item, messages_of
+from dovetail.gateway.http.responses.request import Item, responses_messages
 
 MAX_CONVERSATIONS = 1024
 MAX_ITEMS = 4096  # of one conversation
@@ -74,7 +74,7 @@ class Conversations:
 
     def extend(self, conversation: Conversation, items: Sequence[Item]) -> list[dict[str, Any]]:
         """As they are kept, each with an id. What nobody could answer is refused."""
-        messages_of(items)
+        responses_messages(items)
         added = [{"id": f"msg_{uuid.uuid4().hex}", "type": "message"} | _plain(item) for item in items]
         if len(conversation.items) + len(added) > MAX_ITEMS:
             raise InvalidRequest(f"a conversation has at most {MAX_ITEMS} items", param="items")

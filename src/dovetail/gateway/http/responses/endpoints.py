@@ -47,9 +47,9 @@ from dovetail.gateway.http.responses.request import (
     CompactRequest,
     Item,
     ResponsesRequest,
-    chat_of,
     compaction_chat,
-    messages_of,
+    responses_chat,
+    responses_messages,
 )
 from dovetail.gateway.http.responses.rounds import ToolRounds, with_mcp_tools
 from dovetail.gateway.http.responses.store import (
@@ -146,17 +146,17 @@ class ResponsesEndpoints:
         owner = request.scope.get("state", {}).get("key", "")
         conversation = self._conversations.get(body.conversation_id, owner) if body.conversation_id else None
         if conversation is not None:
-            before = tuple(messages_of(conversation.parsed))
+            before = tuple(responses_messages(conversation.parsed))
         else:
             before = self._before(body.previous_response_id, owner)
         model = await self._service.models.choose(body.model)
         offer = await with_mcp_tools(body, self._servers, owner)
         body = offer.body
         warnings = (*offer.warnings, *body.warnings())
-        job = await build_chat(self._service, request, chat_of(body, before), model, warnings=warnings)
+        job = await build_chat(self._service, request, responses_chat(body, before), model, warnings=warnings)
         make_job = partial(further_chat, self._service, request, model=model)
         rounds = ToolRounds(self._servers, body, before, make_job) if offer.has_mcp else None
-        items, said = encode_items(body.items), encode_messages([*before, *messages_of(body.items)])
+        items, said = encode_items(body.items), encode_messages([*before, *responses_messages(body.items)])
         grow = partial(self._conversations.go_on, conversation, body.items) if conversation is not None else None
         turn = _Turn(body.model_copy(update={"input": ""}), items, said, job, owner, int(time.time()), grow, rounds)
         response = ResponsesResponse(self._service, self._store, turn)
@@ -398,7 +398,7 @@ class ResponsesResponse(Response):
         if turn.grow is not None:
             turn.grow(said)
         if record.store:
-            conversation = append_messages(turn.said, messages_of(said))
+            conversation = append_messages(turn.said, responses_messages(said))
             self._store.add(StoredResponse(turn.id, turn.owner, record.background, text, turn.items, conversation))
         return text
 

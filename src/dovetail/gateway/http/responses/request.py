@@ -172,7 +172,7 @@ class CompactRequest(StrictBody):
 def compaction_chat(body: CompactRequest, before: Sequence[Message]) -> ChatRequest:
     """What has the model sum up. Of a conversation that does not fit any more the end is read."""
     instructions = [Message(role="system", content=body.instructions)] if body.instructions else []
-    said = _one_system([*instructions, *before, *messages_of(body.items)])
+    said = _one_system([*instructions, *before, *responses_messages(body.items)])
     return ChatRequest(
         model=body.model,
         messages=[*said, Message(role="user", content=ASK)],
@@ -182,10 +182,10 @@ def compaction_chat(body: CompactRequest, before: Sequence[Message]) -> ChatRequ
     )
 
 
-def chat_of(body: ResponsesRequest, before: Sequence[Message], after: Sequence[Item] = ()) -> ChatRequest:
+def responses_chat(body: ResponsesRequest, before: Sequence[Message], after: Sequence[Item] = ()) -> ChatRequest:
     """The chat that answers it, after what was said `before`; `after`: what the answer has so far."""
     instructions = [Message(role="system", content=body.instructions)] if body.instructions else []
-    messages = _one_system([*instructions, *before, *messages_of([*body.items, *after])])
+    messages = _one_system([*instructions, *before, *responses_messages([*body.items, *after])])
     if not messages:
         raise InvalidRequest("nothing in it is there to be answered", param="input")
     return ChatRequest(
@@ -233,7 +233,7 @@ def _one_system(messages: Sequence[Message]) -> list[Message]:
     return [Message(role="system", content=text), *messages[count:]]
 
 
-def messages_of(items: Sequence[Item]) -> list[Message]:
+def responses_messages(items: Sequence[Item]) -> list[Message]:
     """Calls that follow each other, and thoughts before them, are one message of the assistant."""
     messages: list[dict[str, Any]] = []
     for at, item in enumerate(items):

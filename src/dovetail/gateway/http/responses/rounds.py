@@ -9,7 +9,7 @@ from dovetail.errors import ContextTooLong, InvalidRequest
 from dovetail.gateway.http.api import ChatRequest, Message
 from dovetail.gateway.http.responses.builder import Event, OutputBuilder
 from dovetail.gateway.http.responses.items import McpCall, McpListTools, McpTool, OutputItem
-from dovetail.gateway.http.responses.request import Item, ResponsesRequest, chat_of
+from dovetail.gateway.http.responses.request import Item, ResponsesRequest, responses_chat
 from dovetail.gateway.http.responses.tools import ResponsesTool
 from dovetail.gateway.mcp.servers import McpServers
 from dovetail.gateway.text.translate import GenerationRequest
@@ -115,10 +115,10 @@ class ToolRounds:
             changes["tools"] = [tool for tool in body.tools or () if tool.type != "mcp"] or None
         body = body.changed(**changes)
         try:
-            return await self._make_job(chat_of(body, self._before, self._shown(items)))
+            return await self._make_job(responses_chat(body, self._before, self._shown(items)))
         except ContextTooLong:
             self._too_long |= {call.id for call in calls}
-            return await self._make_job(chat_of(body, self._before, self._shown(items)))
+            return await self._make_job(responses_chat(body, self._before, self._shown(items)))
 
     def _shown(self, items: Sequence[OutputItem]) -> list[Item]:
         shown = []
