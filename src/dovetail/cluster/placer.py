@@ -42,7 +42,7 @@ class Unwanted(Exception):
     """The request was cancelled while a node was asked for it."""
 
 
-def is_overcommitted(node: NodeHandle, request: RequestRecord) -> bool:
+def is_node_overcommitted(node: NodeHandle, request: RequestRecord) -> bool:
     """One iteration of everybody there takes longer than some request allows already, without this one."""
     room = node.room
     return room.pace_s > min(request.tpot_s, room.strictest_s)
@@ -193,7 +193,7 @@ class Placer:
             if view.node.name in search.avoided:
                 search.refusals[Refusal.MEMORY] += 1
                 continue
-            if not search.work.is_best_effort and is_overcommitted(view.node, search.record):
+            if not search.work.is_best_effort and is_node_overcommitted(view.node, search.record):
                 search.refusals[Refusal.DECODE_OVERCOMMITTED] += 1  # it would say the same
                 search.crowded.append(view)
                 continue
