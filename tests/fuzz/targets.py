@@ -254,11 +254,11 @@ class TokenizerFile(Target):
 
         from dovetail.gateway.text.detokenizer import Vocabulary
         from dovetail.gateway.text.token_table import TokenTable
-        from dovetail.gateway.text.tokenizer_child import DecodeTokens, EncodeTexts, answer_to, open_tokenizer
+        from dovetail.gateway.text.tokenizer_child import DecodeTokens, EncodeTexts, answer_to, parse_tokenizer
         from dovetail.gateway.text.tokenizer_errors import tokenizer_call
 
         with tokenizer_call("it cannot be read"):
-            tokenizer = open_tokenizer(data)
+            tokenizer = parse_tokenizer(data)
             made = msgspec.msgpack.encode(TokenTable.of(tokenizer))
         table = msgspec.msgpack.decode(made, type=TokenTable)
         vocabulary = Vocabulary(table)

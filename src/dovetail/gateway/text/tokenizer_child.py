@@ -65,7 +65,7 @@ class OpenedTokenizer(msgspec.Struct, array_like=True):
     problem: str = ""
 
 
-def open_tokenizer(file: bytes) -> Tokenizer:
+def parse_tokenizer(file: bytes) -> Tokenizer:
     tokenizer = Tokenizer.from_buffer(file)
     # Files of trained models may carry both; a server must see every token and add none.
     tokenizer.no_truncation()
@@ -133,7 +133,7 @@ class _Fork:
         opened = OpenedTokenizer(None)
         try:
             with tokenizer_call():
-                self._tokenizer = open_tokenizer(file)
+                self._tokenizer = parse_tokenizer(file)
                 opened.table = TokenTable.of(self._tokenizer)
         except EngineFailed as error:
             opened.problem = error.message
