@@ -1,4 +1,6 @@
-"""Public names of `src` that nothing in `src` uses, found by reading. Neither tests nor benches count as users.
+"""Public names of `src`, found by reading: those that nothing in `src` uses, and those that two files define.
+
+Neither tests nor benches count as users.
 
 A function, class or constant of a module is used where a file names it that imports it from there, or its own module
 does; a method or property where anything named so is read from any object, which some dead ones get away with. What a
@@ -8,9 +10,24 @@ decorator takes (routes, commands), and what is named as a whole string (command
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 
 Name = tuple[str, str]  # module, and what it defines there; of a method with its class: Class.method
+
+# A process begins at its module's `main`: one in each such module, and only that module calls it.
+ENTRY_POINTS = {"main"}
+
+
+def names_in_two_files(trees: Iterable[tuple[str, ast.Module]]) -> dict[str, list[str]]:
+    """Public classes and functions that more than one file defines, with these files. Entry points are left out, and
+    so are aliases and constants."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for file, tree in trees:
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
+                files[node.name].append(file)
+    return {name: found for name, found in files.items() if len(found) > 1 and name not in ENTRY_POINTS}
 
 
 def unused_names(modules: Mapping[str, ast.Module]) -> set[str]:

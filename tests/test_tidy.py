@@ -6,7 +6,7 @@ import ast
 from functools import cache
 from pathlib import Path
 
-from public_names import unused_names
+from public_names import names_in_two_files, unused_names
 
 from dovetail.cli.main import COMMANDS
 
@@ -78,6 +78,8 @@ UNUSED = {
     "dovetail.node.ports.Executor": "the port that executors implement, written down",
     "dovetail.sched.scheduler.Scheduler.num_running": "a measurement reads it",
 }
+# Where a public class or function has one meaning.
+ONE_MEANING = {"cluster", "node", "policy", "worker", "sched", "gateway"}
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 MAX_CLASS_LINES = 300
@@ -185,6 +187,12 @@ def test_no_broad_except_outside_the_boundaries() -> None:
                 if node.type is None or "Exception" in names or "BaseException" in names:
                     wrong.append(f"{relative(path)}:{node.lineno}: broad except; name what can happen")
     assert not wrong
+
+
+def test_a_public_name_of_the_control_rooms_has_one_meaning() -> None:
+    rooms = [(relative(path), tree_of(path)) for path in FILES if unit_of(path) in ONE_MEANING]
+    wrong = [f"{name}: defined in {' and '.join(files)}" for name, files in names_in_two_files(rooms).items()]
+    assert not wrong, "give each its own name"
 
 
 def test_files_and_functions_stay_readable() -> None:

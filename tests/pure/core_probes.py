@@ -359,12 +359,11 @@ def _is_infinity(node: ast.expr) -> bool:
 
 
 def probe_names() -> int:
-    places: dict[str, list[str]] = defaultdict(list)
-    for file, tree in trees(ROOMS):
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
-                places[node.name].append(file)
-    double = {name: files for name, files in places.items() if len(files) > 1}
+    """Without `main`: a process begins at its module's, and nothing else calls it."""
+    sys.path.insert(0, str(TESTS.parent))
+    from public_names import names_in_two_files
+
+    double = names_in_two_files(trees(ROOMS))
     for name, files in sorted(double.items()):
         print(f"  {name}: {', '.join(files)}")
     classes = sum(name[0].isupper() for name in double)
