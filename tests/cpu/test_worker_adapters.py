@@ -24,7 +24,7 @@ from dovetail.sched.sequence import sequences_of
 from dovetail.store import describe
 from dovetail.types import AdapterRef, ModelCard, Request, SamplingParams
 from dovetail.worker.adapters import AdapterCache, Packs
-from dovetail.worker.driver import NodeDriver, RequestState
+from dovetail.worker.driver import NodeDriver, SequenceState
 
 BYTES = 4 * 3 * 4 * (2 * (48 + 48) + 2 * (48 + 16) + 3 * (48 + 88))  # rank 4, three layers, float32
 
@@ -75,7 +75,7 @@ class Rig:
         """The request is here from now on."""
         assert ask.request is not None
         (sequence,) = sequences_of(ask.request, ask.number)
-        self.driver.states[ask.number] = RequestState(ask.number, "llama", sequence)
+        self.driver.states[ask.number] = SequenceState(ask.number, "llama", sequence)
 
     @property
     def planned(self) -> int:
