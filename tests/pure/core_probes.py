@@ -6,6 +6,7 @@ lines        lines of cluster, node and policy that the server's pure tests exec
 switches     reads of what a policy switches on and off, in node, cluster and worker
 calls        pairs of files that call each other in both directions
 names        public names of the control rooms that stand for more than one thing
+kept         requests that a node takes and then answers late, where everything takes what was predicted
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from enum import Enum
 from pathlib import Path
+from random import Random
 from types import FrameType
 from typing import Any, TypeGuard
 
 from dovetail.node.device import turn_rule
 from dovetail.policy.compositions import KINDS, SERVED
 from dovetail.policy.placement import DeviceKind
+from dovetail.sim.baselines import FinishingBegun
 from dovetail.sim.compositions import POLICIES
 from dovetail.sim.driver import Simulation
 from dovetail.sim.storm import VIOLATIONS, build_server_storm, build_storm, check, run_one
@@ -50,6 +53,7 @@ RECORDS = (
 )
 FIRST_ID = 7_000_000_000  # of requests: like no other number in the process
 STORMS = 30
+CROWDS = 400
 NONE_MEANS_OFF = ("slack_s",)  # numbers of a policy that may be None
 
 Place = tuple[str, str]  # class, attribute
@@ -422,6 +426,31 @@ def probe_calls() -> int:
         print(f"  {first} <-> {second}")
     print(f"{len(found)} pairs of files call each other in both directions")
     return 0
+
+
+def probe_kept() -> int:
+    """Requests with targets that a node took and then answered late, of random crowds on one node: durations are as
+    predicted and nobody comes later, so that none should be."""
+    sys.path.insert(0, str(TESTS))
+    from test_policy_rounds import FLAT, LINEAR, serve
+
+    served = SERVED.having(lateness=FinishingBegun())
+    for name, hosting in (("parts cost little", LINEAR), ("parts cost most of what they take", FLAT)):
+        random = Random(5)
+        pace_s = 2.5 * hosting.latency.decode_s(1, 512)
+        crowds = [_drawn_crowd(random, pace_s) for _ in range(CROWDS)]
+        taken = [serve(crowd, served, hosting) for crowd in crowds]
+        late = sum(any(one.late_tokens or not one.produced for one in works) for works in taken)
+        print(f"{name}: {sum(map(len, taken))} of {sum(map(len, crowds))} taken, in {late} of {CROWDS} crowds one late")
+    return 0
+
+
+def _drawn_crowd(random: Random, pace_s: float) -> list[tuple[str, int, float, float]]:
+    """(model, tokens of its prompt, when its first is due, pace) of each."""
+    return [
+        (random.choice("abc"), int(16 * 94 ** random.random()), random.uniform(0.2, 8.0), random.uniform(pace_s, 0.6))
+        for _ in range(random.randint(2, 10))
+    ]
 
 
 PROBES = {name.removeprefix("probe_"): probe for name, probe in list(globals().items()) if name.startswith("probe_")}

@@ -186,7 +186,8 @@ FLAT = replace(
 def serve(
     asked: list[tuple[str, int, float, float]], composition: Composition = SMOOTH, hosting: Hosting = LINEAR
 ) -> list[Work]:
-    """One after the other asks for a place, a turn after each; those who had it, when all is done."""
+    """One after the other asks for a place, a turn after each, and turns take what admission takes them for; those who
+    had a place, when all is done."""
     node, scale = make_node(hosting=hosting, composition=composition), SMOOTH.admission.slo_scale
     coming = [
         Work(number, model, tokens, 0.0, scale * ttft_s, scale * tpot_s, scale)
@@ -205,7 +206,7 @@ def serve(
         turn = node.next_turn(now)
         if turn is None:
             break
-        now += turn.seconds(turn.instance.hosting.latency)
+        now += turn.seconds(turn.instance.hosting.latency) * turn.instance.overestimate
         done = [one for one in turn.instance.running.values() if turn.instance.produced(one) >= 39]
         node.turn_done(now, done if turn.decodes else [])
         serve_memory(node, now)
