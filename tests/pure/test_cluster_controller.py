@@ -104,6 +104,24 @@ def test_best_effort_goes_where_nobody_else_has_work() -> None:
     assert (waited_for.node.name, waited_for.how) == ("busy", How.JOIN)
 
 
+def test_whoever_is_waited_for_finds_each_instance_that_best_effort_keeps_open() -> None:
+    """No second one can be started beside it, so that else its node would be lost to the model."""
+    slow = make_hosting(decode_s=0.2)
+    nodes = [make_node(name="slow", hosting=slow), make_node(name="too slow", hosting=slow), make_node(name="quick")]
+    controller = make_cluster(*nodes, composition=SERVED)
+    for index, node in enumerate(nodes):
+        work = make_work(index, "a", ttft_s=300.0, tpot_s=60.0)
+        work.is_best_effort, work.is_strict = True, False
+        instance = node.start(work, 0.0)
+        assert isinstance(instance, int)
+        serve_all(handle_of(controller, index).runtime, 0.0)
+        view = controller.seeker.placer.add_instance(handle_of(controller, index), instance, "a", work.phase)
+        view.count(1, is_best_effort=True)
+    placed = submit(controller, make_work(9, "a", tpot_s=0.1))
+    assert isinstance(placed, Placed)
+    assert (placed.node.name, placed.how) == ("quick", How.JOIN)
+
+
 def test_a_request_without_a_place_is_queued_and_dropped_when_its_token_is_due() -> None:
     controller = make_cluster(make_node(hosting=make_hosting(slots=1)))
     submit(controller, make_work(0, "a"))

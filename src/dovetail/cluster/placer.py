@@ -228,7 +228,7 @@ class Placer:
             # As if best effort were not there: what it alone keeps open comes after what others have open.
             spare = self._order.rank([view for view in views if view.fills_gaps], turn)
             views = self._order.rank([view for view in views if not view.fills_gaps], turn)
-            return [*views, *spare[:1]]
+            return [*views, *spare]
         if work.is_best_effort and len(views) > 1:
             busy = self._busy()
             free = [view for view in views if view.node.name not in busy]

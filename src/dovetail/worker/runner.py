@@ -131,7 +131,8 @@ class ModelRunner:
         self.meter.tokens += num_tokens
         self.meter.seconds += seconds
         traced = tuple([one.request_id for one in sequences if one.is_traced])
-        self._spans.append(messages.TurnSpan(self.card.name, started, seconds, num_tokens, traced))
+        is_best_effort = all(one.is_best_effort for one in sequences)
+        self._spans.append(messages.TurnSpan(self.card.name, started, seconds, num_tokens, traced, is_best_effort))
         if drafts and self.speculator is not None:
             self.speculator.observe(turn, outcome)
         return self._forget(self.scheduler.complete(outcome))
