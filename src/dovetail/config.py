@@ -274,6 +274,8 @@ class KeyConfig(_Section):
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)  # of prompts and answers
     max_unfinished: int | None = Field(default=None, ge=1)  # answers at a time; None = its share of the queue
+    # be = all its requests are best effort; ls = as they or their models say
+    service_class: ServiceClass = Field(default=ServiceClass.LATENCY_SENSITIVE, alias="class")
     admin: bool = False  # may use /api: look, add, change and remove models
     metrics: bool = False  # may read /metrics, which speak of every tenant's requests; an admin may, too
 

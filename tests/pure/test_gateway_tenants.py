@@ -25,6 +25,7 @@ KEYS: list[dict[str, Any]] = [
     {"name": "tokens", "key": "sk-tokens", "tokens_per_minute": 40},
     {"name": "two", "key": "sk-two", "max_unfinished": 2},
     {"name": "graphs", "key": "sk-graphs", "metrics": True},
+    {"name": "night", "key": "sk-night", "class": "be"},
 ]
 
 
@@ -55,6 +56,21 @@ def test_each_prompt_counts_as_often_as_it_is_answered(edge: Edge) -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert 1 <= int(refused.headers["retry-after"]) <= 60
     assert ask(edge, "free", prompt=["a"] * 32).status_code == 200
+
+
+def test_requests_of_a_key_may_all_be_best_effort(edge: Edge) -> None:
+    tiers = {}
+    for key in ("free", "night"):
+        texts = [ask(edge, key, service_tier="auto")]
+        texts.append(
+            edge.post("/v1/responses", {"model": "fake", "input": "hi", "service_tier": "auto"}, headers=bearer(key))
+        )
+        assert [text.status_code for text in texts] == [200, 200], [text.text for text in texts]
+        tiers[key] = [text.json()["service_tier"] for text in texts]
+    assert tiers == {"free": ["default", "default"], "night": ["flex", "flex"]}
+    counted = edge.get("/metrics", headers=bearer("graphs")).text
+    ended = [line for line in counted.splitlines() if line.startswith("dovetail:class_requests_total{")]
+    assert [line.rsplit(" ", 1)[1] for line in ended if 'class="best_effort"' in line] == ["2.0"], ended
 
 
 def test_tokenizing_is_metered_too(edge: Edge) -> None:

@@ -67,6 +67,7 @@ class Origin:
     max_unfinished: int | None = None  # answers of this key at a time; None = its share of the queue
     trace: RequestTrace | None = None
     is_batch: bool = False  # a line of a batch: best effort, which no limit of clients is for
+    is_best_effort: bool = False  # that, or its key's requests all are
 
 
 class GenerationTask:

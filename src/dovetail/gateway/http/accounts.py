@@ -6,6 +6,7 @@ from collections import deque
 
 from dovetail.config import KeyConfig
 from dovetail.errors import InvalidRequest, QuotaExceeded
+from dovetail.types import ServiceClass
 
 _WINDOW_S = 60
 
@@ -46,6 +47,7 @@ class KeyAccount:
     def __init__(self, key: KeyConfig) -> None:
         self.name = key.name
         self.max_unfinished = key.max_unfinished
+        self.is_best_effort = key.service_class is ServiceClass.BEST_EFFORT
         self._requests = Window(key.requests_per_minute) if key.requests_per_minute is not None else None
         self._tokens = Window(key.tokens_per_minute) if key.tokens_per_minute is not None else None
 

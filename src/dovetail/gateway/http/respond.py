@@ -63,7 +63,7 @@ class Taken:
         self.usage.add_prompt(job.num_prompt_tokens)
         origin = dataclasses.replace(self.origin, arrived_s=time.monotonic(), trace=None)
         job = with_tenant(job, origin.key)
-        return dataclasses.replace(self, job=as_best_effort(job) if origin.is_batch else job, origin=origin)
+        return dataclasses.replace(self, job=as_best_effort(job) if origin.is_best_effort else job, origin=origin)
 
 
 def origin_of(scope: Scope) -> Origin:
@@ -72,7 +72,9 @@ def origin_of(scope: Scope) -> Origin:
     limit = account.max_unfinished if account is not None else None
     trace: RequestTrace | None = state.get("trace")
     is_batch = bool(state.get("is_batch"))
-    return Origin(state.get("arrived_s") or time.monotonic(), state.get("key", ""), limit, trace, is_batch)
+    is_best_effort = is_batch or (account is not None and account.is_best_effort)
+    arrived_s, key = state.get("arrived_s") or time.monotonic(), state.get("key", "")
+    return Origin(arrived_s, key, limit, trace, is_batch, is_best_effort)
 
 
 def _account_of(scope: Scope) -> KeyAccount | None:
@@ -86,7 +88,7 @@ def accounted(scope: Scope, job: GenerationRequest) -> Iterator[Taken]:
     state, origin, account = scope.get("state", {}), origin_of(scope), _account_of(scope)
     trace = origin.trace
     job = with_tenant(job, origin.key, traced=trace is not None)
-    if origin.is_batch:
+    if origin.is_best_effort:
         job = as_best_effort(job)
     if account is not None:
         account.charge(job.num_answers, job.num_prompt_tokens, time.monotonic())

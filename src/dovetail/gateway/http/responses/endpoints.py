@@ -243,6 +243,7 @@ class ResponsesResponse(Response):
         self._builder = OutputBuilder(turn.body.tool_set)
         self._names = TokenNames(turn.job.model.vocabulary, as_ids=False)
         self._usage = UsageCount(turn.job.num_prompt_tokens)  # the account's, once it runs
+        self._is_best_effort = turn.job.is_best_effort  # as its caller's, once it runs
         self._finish: FinishReason | None = None
         self._num_reports = 0  # log-probabilities so far
         self._waits: Waits | None = None
@@ -250,7 +251,7 @@ class ResponsesResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with accounted(scope, self._turn.job) as taken:
-            self._usage = taken.usage
+            self._usage, self._is_best_effort = taken.usage, taken.job.is_best_effort
             if self._turn.body.stream:
                 await until_disconnect(receive, self._send_events(taken, send))
             else:
@@ -262,7 +263,7 @@ class ResponsesResponse(Response):
         """While nobody waits; what becomes of it is kept."""
         state = {key: value for key, value in scope.get("state", {}).items() if key != "trace"}  # that has ended
         with accounted({"state": state}, self._turn.job) as taken:
-            self._usage = taken.usage
+            self._usage, self._is_best_effort = taken.usage, taken.job.is_best_effort
             try:
                 await self._whole(taken, has_places=True)
             except asyncio.CancelledError:
@@ -432,7 +433,7 @@ class ResponsesResponse(Response):
             tool_choice=_plain(body.tool_choice),
             text={"format": _plain(body.text.format) if body.text and body.text.format else {"type": "text"}},
             truncation=body.truncation or "disabled",
-            service_tier=tier_of(body.service_tier, is_best_effort=self._turn.job.is_best_effort),
+            service_tier=tier_of(body.service_tier, is_best_effort=self._is_best_effort),
             store=body.store is not False,
             background=bool(body.background),
             max_tool_calls=body.max_tool_calls,
