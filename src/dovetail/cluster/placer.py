@@ -231,8 +231,8 @@ class Placer:
             return [*views, *spare]
         if work.is_best_effort and len(views) > 1:
             busy = self._busy()
-            free = [view for view in views if view.node.name not in busy]
-            return [*self._order.rank(free, turn), *self._order.rank([one for one in views if one not in free], turn)]
+            free = self._order.rank([view for view in views if view.node.name not in busy], turn)
+            return [*free, *self._order.rank([view for view in views if view.node.name in busy], turn)]
         return self._order.rank(views, turn)
 
     def _preempt(self, search: Search) -> Asking[Placed | None]:

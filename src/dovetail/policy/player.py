@@ -64,9 +64,8 @@ class Player:
         self.next = 0  # of the prefills
         self.begun = 0  # tokens of it that are computed
         self.is_settled = False  # it has had a token since the last prefill of anybody
-        self.whole_s = self.left_s = self.least_s = (
-            0.0  # what is left of it at once and in parts, and its smallest part
-        )
+        self.whole_s = self.left_s = 0.0  # what is left of it at once, and in parts
+        self.least_s = 0.0  # what the smallest part takes
         self.look_ahead()
 
     def look_ahead(self) -> None:
@@ -88,7 +87,7 @@ class Player:
         self.urgent_s = urgent_s
 
     def _look_at(self, first: Prefill) -> None:
-        whole_s, part_s = first.seconds, self.rule.part_s
+        whole_s = first.seconds
         self.least_s = first.part_s
         if self.begun:
             assert self.latency is not None
@@ -96,7 +95,7 @@ class Player:
             whole_s = prompt_s(self.latency, start, tokens) * self.overestimate
             self.least_s = least_s(self.latency, start, tokens) * self.overestimate
         self.whole_s = whole_s
-        self.left_s = whole_s if whole_s <= part_s else in_parts_s(whole_s, part_s, first.split_s, first.lost_s)
+        self.left_s = in_parts_s(whole_s, self.rule.part_s, first.split_s, first.lost_s)
 
     def left_of(self, first: Prefill) -> tuple[int, int]:
         """Which tokens of the prefill that is next are left: from which on, and how many."""
