@@ -211,3 +211,12 @@ def test_on_a_cpu_parts_are_bounded_too() -> None:
     turns = turns_until(node, work, 0.0)
     limit_s = part_limit_s(0.1, split_s(hosting.latency))
     assert max(turn.seconds(hosting.latency) for _, turn in turns) <= 1.1 * limit_s < 0.2
+
+
+def test_an_answer_that_takes_longer_than_a_silence_may_last_goes_on_all_the_same() -> None:
+    """No turn of it keeps that, alone on the device or not."""
+    slow = make_hosting(decode_s=2.4, prefill_s_per_k=1.0)
+    node = make_node(hosting=slow, composition=SMOOTH)
+    resumed = make_work(0, "a", 64, ttft_s=60.0, tpot_s=8.0)
+    resumed.produced, resumed.is_strict = 5, False
+    assert isinstance(node.start(resumed, 0.0), int)

@@ -72,7 +72,8 @@ class Player:
         """When its next token is due, after any change."""
         due_s, spoke_s, rule = self.due_s, self.spoke_s, self.rule
         deadline_s = due_s
-        urgent_s, latest_s = spoke_s + rule.turn_silence_s, spoke_s + rule.max_silence_s
+        # No turn keeps a silence that is shorter than an iteration.
+        urgent_s, latest_s = spoke_s + rule.turn_silence_s, spoke_s + max(rule.max_silence_s, self.decode_s)
         if due_s < urgent_s:
             urgent_s = due_s
         self.latest_s = due_s if due_s < latest_s else latest_s  # its running requests must have their next token

@@ -161,7 +161,7 @@ class _Play:
                     rounds = max(rounds, (computing_s - left_s) / max(tpot_s - self._round_s, 1e-9))
             spent_s = computing_s + parts * round_s + (rounds - parts) * self._round_s
             clock += spent_s
-            if clock > one.due_s or part_s + round_s > self._rule.max_silence_s:
+            if clock > one.due_s or (answers and part_s + round_s > self._rule.max_silence_s):
                 return Refusal.FIRST_TOKEN_LATE if one is self._awaited else Refusal.NEIGHBOUR_LATE
             answers = [(left_s + rounds * tpot_s - spent_s, tpot_s) for left_s, tpot_s in answers]
             answers.append((one.tpot_s, one.tpot_s))
