@@ -158,11 +158,14 @@ Speculative = Annotated[
 ]
 
 
+ModelClass = Literal[ServiceClass.LATENCY_SENSITIVE, ServiceClass.BEST_EFFORT]  # of all that a model or a key has
+
+
 class ModelConfig(_Section):
     source: str  # a name in the store, or a source as for `pull`
     slo: SloConfig = SloConfig()  # targets of requests that bring none
     # ls = latency-sensitive, be = best effort
-    service_class: ServiceClass = Field(default=ServiceClass.LATENCY_SENSITIVE, alias="class")
+    service_class: ModelClass = Field(default=ServiceClass.LATENCY_SENSITIVE, alias="class")
     keep_alive: Duration = 600.0  # time without requests after which it leaves; 0 = at once, negative = never
     preload: bool = False  # load it when the server starts, not at its first request
     dtype: str = "auto"  # of the weights that are kept: auto (what this machine multiplies fastest), bf16, f16, f32
@@ -275,7 +278,8 @@ class KeyConfig(_Section):
     tokens_per_minute: int | None = Field(default=None, ge=1)  # of prompts and answers
     max_unfinished: int | None = Field(default=None, ge=1)  # answers at a time; None = its share of the queue
     # be = all its requests are best effort; ls = as they or their models say
-    service_class: ServiceClass = Field(default=ServiceClass.LATENCY_SENSITIVE, alias="class")
+    service_class: ModelClass = Field(default=ServiceClass.LATENCY_SENSITIVE, alias="class")
+    priority: bool = False  # its requests may go before others' (service_tier: priority)
     admin: bool = False  # may use /api: look, add, change and remove models
     metrics: bool = False  # may read /metrics, which speak of every tenant's requests; an admin may, too
 

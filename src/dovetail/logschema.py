@@ -63,6 +63,7 @@ ARRIVE = Event(
         Field("asked", Form.INT, "tokens that it asked for at most", may_miss=True),
         Field("adapter", Form.TEXT, "adapter on top of the model", may_miss=True),
         Field("best_effort", Form.FLAG, "it has no targets", may_miss=True),
+        Field("goes_first", Form.FLAG, "before others that are waited for", may_miss=True),
         Field(
             "ttft_s",
             Form.NUMBER,

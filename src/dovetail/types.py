@@ -26,9 +26,10 @@ class FinishReason(StrEnum):
 
 
 class ServiceClass(StrEnum):
-    """O1: latency-sensitive work has SLOs, best-effort work has throughput."""
+    """O1: latency-sensitive work has SLOs, that of priority goes first, best-effort work has throughput."""
 
     LATENCY_SENSITIVE = "ls"
+    PRIORITY = "priority"
     BEST_EFFORT = "be"
 
 

@@ -89,3 +89,11 @@ def test_one_that_asked_several_times_expires_once() -> None:
     room = make_room(10.5)
     ask(room, 10.3, refused=[0])
     assert [work.id for work in room.expired(11.0)] == [0]
+
+
+def test_one_that_goes_first_asks_before_those_that_are_due_earlier() -> None:
+    room = make_room(30.0, 20.0, 25.0)
+    for work in room:
+        work.goes_first = work.id in (0, 2)
+        work.is_best_effort = work.id == 2  # which stays behind everybody
+    assert ask(room, 11.0) == [0, 1, 2]

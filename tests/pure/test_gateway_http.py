@@ -409,13 +409,17 @@ def test_medians_of_a_model_are_of_requests_that_somebody_waits_for(tmp_path: Pa
         seen = service.metrics.of_model("fake")
         assert (seen.ttft_p50_s, seen.tpot_p50_s) == (None, None)
         await client.post("/v1/completions", json=TEXT)
+        counted = (await client.get("/metrics")).text
+        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+            assert f'dovetail:{name}_count{{model_name="fake"}} 1.0' in counted
+        assert 'inter_token_latency_seconds_count{model_name="fake"} 5.0' in counted
         assert seen.ttft_p50_s is not None
         assert seen.tpot_p50_s is not None
 
     on_app(tmp_path, test)
 
 
-TIERS = [("auto", "default"), ("default", "default"), ("scale", "default"), ("priority", "default"), ("flex", "flex")]
+TIERS = [("auto", "default"), ("default", "default"), ("scale", "default"), ("priority", "priority"), ("flex", "flex")]
 
 
 @pytest.mark.parametrize(("asked", "had"), TIERS)

@@ -26,6 +26,8 @@ KEYS: list[dict[str, Any]] = [
     {"name": "two", "key": "sk-two", "max_unfinished": 2},
     {"name": "graphs", "key": "sk-graphs", "metrics": True},
     {"name": "night", "key": "sk-night", "class": "be"},
+    {"name": "urgent", "key": "sk-urgent", "priority": True},
+    {"name": "late", "key": "sk-late", "priority": True, "class": "be"},
 ]
 
 
@@ -71,6 +73,16 @@ def test_requests_of_a_key_may_all_be_best_effort(edge: Edge) -> None:
     counted = edge.get("/metrics", headers=bearer("graphs")).text
     ended = [line for line in counted.splitlines() if line.startswith("dovetail:class_requests_total{")]
     assert [line.rsplit(" ", 1)[1] for line in ended if 'class="best_effort"' in line] == ["2.0"], ended
+
+
+def test_requests_go_first_if_their_key_may(edge: Edge) -> None:
+    """Whoever may not is served as usual, and told so."""
+    asked = {"model": "fake", "input": "hi", "service_tier": "priority"}
+    for key, had in (("free", "default"), ("urgent", "priority"), ("late", "flex")):
+        assert ask(edge, key, service_tier="priority").json()["service_tier"] == had
+        assert edge.post("/v1/responses", asked, headers=bearer(key)).json()["service_tier"] == had
+    counted = edge.get("/metrics", headers=bearer("graphs")).text
+    assert 'dovetail:class_requests_total{class="priority",model_name="fake",outcome="attained"} 2.0' in counted
 
 
 def test_tokenizing_is_metered_too(edge: Edge) -> None:

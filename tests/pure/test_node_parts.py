@@ -213,6 +213,25 @@ def test_on_a_cpu_parts_are_bounded_too() -> None:
     assert max(turn.seconds(hosting.latency) for _, turn in turns) <= 1.1 * limit_s < 0.2
 
 
+@pytest.mark.parametrize("has_promise", [False, True], ids=["others have time", "somebody would be late"])
+def test_a_prompt_that_goes_first_is_computed_first_unless_somebody_is_late_by_that(has_promise: bool) -> None:
+    node = make_node(hosting=LINEAR, composition=SMOOTH)
+    others = [make_work(0, "a", 500, ttft_s=1.2 if has_promise else 4.0), make_work(1, "b", 500, ttft_s=8.0)]
+    first = make_work(2, "b", 400, ttft_s=6.0)
+    first.goes_first = True
+    for work in (*others, first):
+        there = [one.id for one in node.instances.values() if one.model == work.model]
+        answer = node.join(there[0], work, 0.0) if there else node.start(work, 0.0)
+        assert not isinstance(answer, Refusal), answer
+        serve_memory(node, 0.0)
+    now, order = 0.0, []
+    while len(order) < 3 and (turn := node.next_turn(now)) is not None:
+        now = end_turn(node, turn, now)
+        order += [work.id for work in (*others, first) if work.produced == 1 and work.id not in order]
+    assert order == ([0, 2, 1] if has_promise else [2, 0, 1])
+    assert first.record().goes_first is not has_promise
+
+
 def test_an_answer_that_takes_longer_than_a_silence_may_last_goes_on_all_the_same() -> None:
     """No turn of it keeps that, alone on the device or not."""
     slow = make_hosting(decode_s=2.4, prefill_s_per_k=1.0)

@@ -25,6 +25,7 @@ class Submission:
     ttft_s: float | None = None  # targets that were asked for; None = the rule's
     tpot_s: float | None = None
     is_best_effort: bool = False
+    goes_first: bool = False  # before others that are waited for
     asked_tokens: int = 0  # longest answer of a choice; for the log
     adapter: str = ""  # name of the adapter on top of the model; empty = none
     choices: tuple[OpenChoice, ...] = ()  # their tokens, and their client; empty in a simulation
@@ -60,6 +61,7 @@ def _work_of(
     work.adapter = submission.adapter
     work.is_strict = submission.is_strict
     work.is_best_effort = submission.is_best_effort
+    work.goes_first = submission.goes_first
     work.produced = produced
     if produced:  # its client waits in the middle of a text: the next token is as urgent as a first one
         work.first_due_s = now + ttft_s - tpot_s * produced

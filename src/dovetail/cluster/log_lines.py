@@ -17,6 +17,8 @@ def note_arrival(log: EventLog, submission: Submission, work: Work, now: float) 
         facts["asked"] = submission.asked_tokens
     if submission.adapter:
         facts["adapter"] = submission.adapter
+    if submission.goes_first:
+        facts["goes_first"] = True
     if submission.is_best_effort:
         facts["best_effort"] = True
     elif submission.is_strict:

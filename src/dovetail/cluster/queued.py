@@ -169,10 +169,10 @@ class QueuedRequests:
         self._take_late([one for one in late if TOO_LATE & self._reasons(one) == FIRST_LATE], in_advance=True)
 
     def _take_late(self, late: Sequence[RequestState], *, in_advance: bool = False) -> None:
-        """The most urgent of these gets later deadlines before its own have passed, if it may."""
+        """Who goes first or is most urgent of these gets later deadlines before its own have passed, if it may."""
         late = [one for one in late if one.is_lenient and not one.is_best_effort]
         if late:
-            work = min(late, key=lambda one: (one.due_s, one.id))
+            work = min(late, key=lambda one: (not one.goes_first, one.due_s, one.id))
             search = work.last_search
             assert search is not None
             self._seeker.room.leave(work.id)

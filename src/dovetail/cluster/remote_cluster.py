@@ -261,6 +261,7 @@ def _submission_of(opened: OpenRequest, arrival_s: float) -> Submission:
         request.slo.ttft_s,
         request.slo.tpot_s,
         request.service_class is ServiceClass.BEST_EFFORT,
+        request.service_class is ServiceClass.PRIORITY,
         request.sampling.max_tokens,
         request.adapter.name if request.adapter is not None else "",
         opened.choices,

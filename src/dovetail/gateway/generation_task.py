@@ -20,7 +20,7 @@ from dovetail.gateway.text.stopper import Stopper
 from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.gateway.tracing import RequestTrace
 from dovetail.gateway.workers.client import Arrival, Inbox
-from dovetail.types import FinishReason, Request, TokenEvent, TokenLogprobs
+from dovetail.types import FinishReason, Request, ServiceClass, TokenEvent, TokenLogprobs
 
 
 class Waits(msgspec.Struct, frozen=True):
@@ -68,6 +68,14 @@ class Origin:
     trace: RequestTrace | None = None
     is_batch: bool = False  # a line of a batch: best effort, which no limit of clients is for
     is_best_effort: bool = False  # that, or its key's requests all are
+    may_go_first: bool = True  # if it asks for that
+
+    def serves_as(self, asked: ServiceClass) -> ServiceClass:
+        if self.is_best_effort:
+            return ServiceClass.BEST_EFFORT
+        if asked is ServiceClass.PRIORITY and not self.may_go_first:
+            return ServiceClass.LATENCY_SENSITIVE
+        return asked
 
 
 class GenerationTask:
@@ -83,7 +91,8 @@ class GenerationTask:
         self._metrics = metrics
         # Looked up once, because they are used at every token.
         self._generated = metrics.generation_tokens.labels(job.model.name)
-        self._service_class = job.requests[0].service_class.name.lower()
+        self._service_class = job.service_class.name.lower()
+        self._is_timed = not job.is_best_effort  # nobody waits for that
         self._generated_of_class = metrics.class_tokens.labels(job.model.name, self._service_class, "generation")
         self._inter_token = metrics.inter_token.labels(job.model.name)
         self._arrival = origin.arrived_s
@@ -138,7 +147,8 @@ class GenerationTask:
     def complete(self) -> None:
         """Every choice has ended well."""
         name, metrics = self.job.model.name, self._metrics
-        metrics.e2e.labels(name).observe(time.monotonic() - self._arrival)
+        if self._is_timed:
+            metrics.e2e.labels(name).observe(time.monotonic() - self._arrival)
         for request in self.job.requests:
             metrics.request_prompt.labels(name).observe(len(request.prompt))
         self._record_outcomes(None)
@@ -181,14 +191,15 @@ class GenerationTask:
                 self._has_spoken = True
                 placed_s = self._inbox.placed_s or now
                 self._waits = Waits(placed_s - self._arrival, grace_s, now - self._arrival)
-                self._metrics.queue_time.labels(self.job.model.name).observe(self._waits.queue)
+                if self._is_timed:
+                    self._metrics.queue_time.labels(self.job.model.name).observe(self._waits.queue)
                 if self._trace is not None:
                     self._trace.spoke(self._arrival, self._waits)
             choice.first_token_at = now
             watch.excuse(grace_s)  # once: a restart in the middle of a text is no excuse
-            service_class = self.job.requests[choice.order].service_class
-            self._metrics.observe_ttft(self.job.model.name, now - self._arrival, service_class)
-        else:
+            if self._is_timed:
+                self._metrics.observe_ttft(self.job.model.name, now - self._arrival)
+        elif self._is_timed:
             self._inter_token.observe(now - choice.last_token_at)
         choice.last_token_at = now
         watch.token(len(choice.tokens), now)
@@ -201,7 +212,7 @@ class GenerationTask:
         name = self.job.model.name
         self._metrics.success.labels(name, choice.finish.value).inc()
         self._metrics.request_generation.labels(name).observe(len(choice.tokens))
-        if choice.tpot_s is not None and not self.job.is_best_effort:
+        if choice.tpot_s is not None and self._is_timed:
             self._metrics.of_model(name).add_tpot(choice.tpot_s)
         assert self._cluster is not None
         if not by_worker:

@@ -113,6 +113,7 @@ class Metrics:
         )
 
     def _define_histograms(self) -> None:
+        """Times are those of requests that somebody waits for."""
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
         self.inter_token = DurationsByModel(
             "dovetail:inter_token_latency_seconds", "Between tokens of a choice.", _TOKEN_S, self.registry
@@ -160,16 +161,13 @@ class Metrics:
     def of_model(self, model: str) -> ModelMetrics:
         return self._by_model.setdefault(model, ModelMetrics())
 
-    def observe_ttft(
-        self, model: str, seconds: float, service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
-    ) -> None:
+    def observe_ttft(self, model: str, seconds: float) -> None:
         self.ttft.labels(model).observe(seconds)
-        if service_class is ServiceClass.LATENCY_SENSITIVE:  # nobody waits for the others
-            self.of_model(model).add_ttft(seconds)
+        self.of_model(model).add_ttft(seconds)
 
     def observe_end(self, model: str, service_class: ServiceClass, outcome: SloOutcome) -> None:
         """Best effort has no targets: it is answered or not."""
-        if service_class is ServiceClass.LATENCY_SENSITIVE:
+        if service_class is not ServiceClass.BEST_EFFORT:
             self._observe_outcome(model, outcome)
         got = "answered" if outcome == "attained" and service_class is ServiceClass.BEST_EFFORT else outcome
         self.class_requests.labels(model, service_class.name.lower(), got).inc()

@@ -20,7 +20,7 @@ class SloWatch:
     """Follows one request. The slowest choice counts; best effort is never late."""
 
     def __init__(self, request: Request, arrival: float) -> None:
-        self._counts = request.service_class is ServiceClass.LATENCY_SENSITIVE
+        self._counts = request.service_class is not ServiceClass.BEST_EFFORT
         self._arrival = arrival
         self._ttft_s = request.slo.ttft_s if request.slo.ttft_s is not None else default_ttft_s(len(request.prompt))
         self._tpot_s = request.slo.tpot_s if request.slo.tpot_s is not None else DEFAULT_TPOT_S

@@ -61,7 +61,7 @@ class Admitter:
         elif not ignore_memory:
             grant = self._memory(instance, work)
         if not isinstance(grant, Refusal):
-            grant = self.timing.refuses(instance, work, free_at_s, grant.kv_tokens) or grant
+            grant = self._time(instance, work, free_at_s, grant) or grant
         self._answered = (instance.id, work.id, free_at_s, grant)
         return grant
 
@@ -85,10 +85,17 @@ class Admitter:
         grant = self._memory_for_start(hosting, work)
         if isinstance(grant, Refusal):
             return grant
-        refusal = self.timing.refuses(None, work, free_at_s, grant.kv_tokens)
+        refusal = self._time(None, work, free_at_s, grant)
         if refusal is Refusal.DECODE_OVERCOMMITTED and not self._instances:
             return Refusal.HARDWARE  # alone it is too slow already, with what predictions are taken for longer
         return refusal or grant
+
+    def _time(self, target: Instance | None, work: Work, free_at_s: float, grant: Grant) -> Refusal | None:
+        refusal = self.timing.refuses(target, work, free_at_s, grant.kv_tokens)
+        if refusal is Refusal.NEIGHBOUR_LATE and work.goes_first:
+            work.goes_first = False  # here it goes by its due time, like anybody
+            refusal = self.timing.refuses(target, work, free_at_s, grant.kv_tokens)
+        return refusal
 
     def _join_best_effort(self, instance: Instance, work: Work) -> Grant | Refusal:
         """It takes turns that nobody else wants, so that only memory counts, and there it displaces nobody."""

@@ -13,7 +13,7 @@ from dovetail.node.outlook import cold_start_grace_s, demand_of
 from dovetail.node.residency import Residency
 from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, must_be_late, validate_closed
 from dovetail.policy.latency import prompt_s
-from dovetail.policy.members import urgent_prefill_s
+from dovetail.policy.members import prefill_turn_s
 from dovetail.policy.parameters import Shadow
 from dovetail.policy.parts import in_parts_s, least_s, lost_s, split_s
 from dovetail.policy.placement import Hosting
@@ -161,7 +161,7 @@ class Timing:
             lost = lost_s(hosting.latency) * self._overestimate
             own.latency, own.overestimate = hosting.latency, self._overestimate
         in_parts = in_parts_s(prefill_s, self._rule.part_s, split, lost)
-        urgent_s = urgent_prefill_s(work, self._rule.turn_silence_s, in_parts) + grace_s
+        urgent_s = prefill_turn_s(work, self._rule.turn_silence_s, in_parts) + grace_s
         is_judged = not (own.blocked and work.phase is Phase.DECODE)  # a handover that waits for weights is late anyway
         due_s = work.due_s + grace_s if is_judged else INFINITY
         safety_s = INFINITY if work.produced else work.safety_s(self.pace_tokens(work.model))

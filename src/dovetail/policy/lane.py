@@ -13,7 +13,7 @@ from itertools import chain
 
 from dovetail.policy.headroom import INFINITY, InstanceDemand
 from dovetail.policy.latency import Latency
-from dovetail.policy.members import Members, urgent_prefill_s
+from dovetail.policy.members import Members, prefill_turn_s
 from dovetail.policy.parts import Share
 from dovetail.policy.placement import Hosting
 from dovetail.policy.turn_rule import TurnRule
@@ -85,8 +85,8 @@ class Lane(Members):
         if self.rule.in_rounds and work.is_resuming:  # its reader hears something in a moment, or it is handed over
             return 0.0 if work.hold else -INFINITY
         if self.rule.turn_silence_s == INFINITY:
-            return work.due_s
-        return urgent_prefill_s(work, self.rule.turn_silence_s, self.left_s(work, work.reused))
+            return prefill_turn_s(work, INFINITY, 0.0)
+        return prefill_turn_s(work, self.rule.turn_silence_s, self.left_s(work, work.reused))
 
     # Joining and leaving
 

@@ -207,6 +207,15 @@ class Members:
         return urgent_s - seconds if self.rule.turn_silence_s == INFINITY else urgent_s
 
 
+FIRST_S = 1e6  # so much earlier has a prompt its turn that goes before all others
+
+
+def prefill_turn_s(work: Work, silence_s: float, prefill_s: float) -> float:
+    """The smallest of prompts has its turn first."""
+    urgent_s = urgent_prefill_s(work, silence_s, prefill_s)
+    return urgent_s - FIRST_S if work.goes_first else urgent_s
+
+
 def urgent_prefill_s(work: Work, silence_s: float, prefill_s: float) -> float:
     """By when a prefill should have its turn. Where silence is bounded nobody may run far ahead, so that a prefill that
     waits for its deadline would come too late by what it takes itself."""

@@ -18,6 +18,7 @@ class Waiting(Protocol):
     produced: int
     mean_tokens: float
     is_best_effort: bool
+    goes_first: bool
 
     @property
     def due_s(self) -> float: ...
@@ -27,9 +28,9 @@ Key = tuple[bool, bool, float, float, int]
 
 
 def urgency(work: Waiting) -> Key:
-    """The smallest asks first: whoever is waited for, one in the middle of a text, then the one whose token is due
-    first."""
-    return work.is_best_effort, not work.produced, 0.0, work.due_s, work.id
+    """The smallest asks first: whoever is waited for, one in the middle of a text or that goes first, then the one
+    whose token is due first."""
+    return work.is_best_effort, not (work.produced or work.goes_first), 0.0, work.due_s, work.id
 
 
 class Queue(Protocol):

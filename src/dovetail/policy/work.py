@@ -61,6 +61,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, array_like=True):
     mean_tokens: float  # what answers of its model are long, as far as the controller knows; 0 = not at all
     adapter: str = ""  # name of the adapter on top of the model; empty = none
     is_best_effort: bool = False  # nobody waits for it: it takes what the others leave
+    goes_first: bool = False  # its prompt, where nobody's promise is broken by that
 
 
 class Work:
@@ -72,6 +73,7 @@ class Work:
         "cached",
         "computed",
         "first_due_s",
+        "goes_first",
         "grace_s",
         "group",
         "hold",
@@ -130,6 +132,7 @@ class Work:
         self.reused = 0  # tokens that the instance's prefix cache has, as of the proposal; not held yet
         self.adapter = ""  # on top of the model; empty = none
         self.is_best_effort = False  # nobody waits for it: it takes what the others leave
+        self.goes_first = False  # its prompt, where nobody's promise is broken by that
         self.mean_tokens = 0.0  # what answers of its model are long, as far as the controller knows; 0 = not at all
 
     @classmethod
@@ -143,6 +146,7 @@ class Work:
         work.slo_scale = record.slo_scale
         work.adapter = record.adapter
         work.is_best_effort = record.is_best_effort
+        work.goes_first = record.goes_first
         work.joined_clock = work.hold = work.computed = work.reused = 0
         work.prepares = False
         work.take(record)
@@ -189,6 +193,7 @@ class Work:
             self.mean_tokens,
             self.adapter,
             self.is_best_effort,
+            self.goes_first,
         )
 
     @property

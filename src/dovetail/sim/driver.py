@@ -346,6 +346,7 @@ def submission_of(arrival: Arrival) -> Submission:
         arrival.ttft_s,
         arrival.tpot_s,
         arrival.is_best_effort,
+        arrival.goes_first,
         arrival.output_tokens,
     )
 

@@ -48,6 +48,7 @@ def build_server_storm(seed: int, log: EventLog | None = None) -> Simulation:
     kinds = rng.choice((KINDS, ("plain",)))
     usual = [rng.choice(LENGTHS) for _ in range(workload.models)]  # a model's requests are alike, mostly
     arrivals = [_varied(rng, one, kinds, context, usual[one.model]) for one in generate(workload, seed)]
+    arrivals = _with_some_first(Random(f"first {seed}"), arrivals)
     lengths = [arrival.output_tokens for arrival in arrivals for _ in arrival.produced]
     texts = _draw_texts(Random(f"texts {seed}"), arrivals)
     noise = Noise(rng, 0.1)
@@ -103,6 +104,12 @@ def _varied(rng: Random, arrival: Arrival, kinds: tuple[str, ...], context: int,
         done = rng.randrange(1, arrival.output_tokens)
         return arrival._replace(produced=(done,))
     return arrival
+
+
+def _with_some_first(rng: Random, arrivals: list[Arrival]) -> list[Arrival]:
+    """In half of the storms some go before others."""
+    share = rng.choice((0.0, 0.0, 0.1, 0.5))
+    return [one._replace(goes_first=not one.is_best_effort and rng.random() < share) for one in arrivals]
 
 
 def _draw_texts(rng: Random, arrivals: list[Arrival]) -> dict[int, Text]:

@@ -26,6 +26,7 @@ class Arrival(NamedTuple):
     ttft_s: float | None = None  # targets of its own
     tpot_s: float | None = None
     is_best_effort: bool = False
+    goes_first: bool = False
 
 
 def read_trace(path: Path) -> list[Arrival]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dovetail.config import Duration, ModelConfig, SloConfig
+from dovetail.config import Duration, ModelClass, ModelConfig, SloConfig
 from dovetail.types import ServiceClass
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -35,7 +35,7 @@ class ChangeModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     slo: SloConfig | None = None
-    service_class: ServiceClass | None = Field(default=None, alias="class")
+    service_class: ModelClass | None = Field(default=None, alias="class")
     keep_alive: Duration | None = None
     preload: bool | None = None
     aliases: tuple[str, ...] | None = None

@@ -48,6 +48,7 @@ class KeyAccount:
         self.name = key.name
         self.max_unfinished = key.max_unfinished
         self.is_best_effort = key.service_class is ServiceClass.BEST_EFFORT
+        self.may_go_first = key.priority
         self._requests = Window(key.requests_per_minute) if key.requests_per_minute is not None else None
         self._tokens = Window(key.tokens_per_minute) if key.tokens_per_minute is not None else None
 

@@ -19,16 +19,15 @@ from dovetail.gateway.http.replies import (
     Finish,
     PromptLogprob,
     PromptLogprobs,
-    ServiceTier,
     TextLogprobs,
     TokenEntry,
     TopLogprob,
     Usage,
-    tier_of,
 )
+from dovetail.gateway.http.tiers import ServiceTier, tier_of
 from dovetail.gateway.http.waits import wait_times
 from dovetail.gateway.text.detokenizer import Vocabulary
-from dovetail.types import FinishReason, TokenLogprob, TokenLogprobs
+from dovetail.types import FinishReason, ServiceClass, TokenLogprob, TokenLogprobs
 
 _MIN_LOGPROB = -9999.0  # JSON has no -inf
 
@@ -53,7 +52,7 @@ class ReplyOptions:
         return not (self.with_logprobs or self.with_usage_always or self.with_token_ids)
 
     @classmethod
-    def of(cls, body: ChatRequest | CompletionRequest, *, is_best_effort: bool) -> ReplyOptions:
+    def of(cls, body: ChatRequest | CompletionRequest, served: ServiceClass) -> ReplyOptions:
         return cls(
             body.wants_logprobs,
             body.includes_usage,
@@ -61,7 +60,7 @@ class ReplyOptions:
             bool(body.return_token_ids),
             bool(body.return_tokens_as_token_ids),
             body.prompt_logprobs is not None,
-            tier_of(body.service_tier, is_best_effort=is_best_effort),
+            tier_of(body.service_tier, served),
         )
 
 

@@ -99,7 +99,7 @@ class GenerationBody(StrictBody):
     logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
-        default=None, description="flex = best effort; the others are served alike, and the answer says default"
+        default=None, description="flex = best effort; priority = first, if the key may; the answer says which it was"
     )
     cache_salt: str | None = Field(
         default=None, max_length=256, description="prefixes are shared with requests of the same salt only"
@@ -162,10 +162,6 @@ class GenerationBody(StrictBody):
     @property
     def counts_usage_always(self) -> bool:
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-    @property
-    def is_best_effort(self) -> bool:
-        return self.service_tier == "flex" or bool(self.priority)
 
     @model_validator(mode="after")
     def _check_options(self) -> GenerationBody:

@@ -27,12 +27,13 @@ from dovetail.gateway.http.endpoint import read_body, request_body, responses
 from dovetail.gateway.http.options import check_options
 from dovetail.gateway.http.respond import accounted, send_piece, until_disconnect
 from dovetail.gateway.http.targets import targets_of
+from dovetail.gateway.http.tiers import class_asked
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.chat_prompt import chat_prompt, check_text_fits
 from dovetail.gateway.text.translate import GenerationRequest, checked_tokens, token_limit
 from dovetail.types import Request as EngineRequest
-from dovetail.types import SamplingParams, ServiceClass, Slo
+from dovetail.types import SamplingParams, Slo
 
 MAX_INPUTS = 2048  # as OpenAI's
 _BATCH = 32  # prompts that wait in the node's queue at the same time, so that one caller does not fill it
@@ -62,10 +63,6 @@ class PooledBody(StrictBody):
     def _check_options(self) -> PooledBody:
         check_options(self.model_extra or {}, type(self).model_fields)
         return self
-
-    @property
-    def is_best_effort(self) -> bool:
-        return self.service_tier == "flex" or bool(self.priority)
 
 
 class EmbeddingRequest(PooledBody):
@@ -176,7 +173,7 @@ async def pooled_request(
                 prompt=checked_tokens(kept, model, "input"),
                 sampling=sampling,
                 slo=slo,
-                service_class=ServiceClass.BEST_EFFORT if body.is_best_effort else model.config.service_class,
+                service_class=class_asked(body.service_tier, body.priority, model.config.service_class),
             )
         )
     return GenerationRequest(job_id, model, tuple(requests))

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from dovetail.gateway.http.tiers import ServiceTier
+
 Finish = Literal["stop", "length", "tool_calls"]
 
 
@@ -106,17 +108,6 @@ class ChatChoice(BaseModel):
     finish_reason: Finish
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
-
-
-# How a request is served, whatever it asked for.
-ServiceTier = Literal["default", "flex"]
-
-
-def tier_of(asked: str | None, *, is_best_effort: bool) -> ServiceTier | None:
-    """For a request that asked for a tier, as OpenAI's answers say it: what it has got."""
-    if asked is None:
-        return None
-    return "flex" if is_best_effort else "default"
 
 
 class ChatCompletion(BaseModel):

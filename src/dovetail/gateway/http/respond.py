@@ -30,7 +30,7 @@ from dovetail.gateway.http.text_reply import TextReply
 from dovetail.gateway.http.waits import HeldStream, headers_of
 from dovetail.gateway.http.writing import json_pieces
 from dovetail.gateway.service import Service
-from dovetail.gateway.text.translate import GenerationRequest, as_best_effort, with_tenant
+from dovetail.gateway.text.translate import GenerationRequest, with_class, with_tenant
 from dovetail.gateway.tracing import RequestTrace
 
 Result = TypeVar("Result")
@@ -63,7 +63,7 @@ class Taken:
         self.usage.add_prompt(job.num_prompt_tokens)
         origin = dataclasses.replace(self.origin, arrived_s=time.monotonic(), trace=None)
         job = with_tenant(job, origin.key)
-        return dataclasses.replace(self, job=as_best_effort(job) if origin.is_best_effort else job, origin=origin)
+        return dataclasses.replace(self, job=with_class(job, origin.serves_as(job.service_class)), origin=origin)
 
 
 def origin_of(scope: Scope) -> Origin:
@@ -73,8 +73,9 @@ def origin_of(scope: Scope) -> Origin:
     trace: RequestTrace | None = state.get("trace")
     is_batch = bool(state.get("is_batch"))
     is_best_effort = is_batch or (account is not None and account.is_best_effort)
+    may_go_first = not is_batch and (account is None or account.may_go_first)
     arrived_s, key = state.get("arrived_s") or time.monotonic(), state.get("key", "")
-    return Origin(arrived_s, key, limit, trace, is_batch, is_best_effort)
+    return Origin(arrived_s, key, limit, trace, is_batch, is_best_effort, may_go_first)
 
 
 def _account_of(scope: Scope) -> KeyAccount | None:
@@ -88,8 +89,7 @@ def accounted(scope: Scope, job: GenerationRequest) -> Iterator[Taken]:
     state, origin, account = scope.get("state", {}), origin_of(scope), _account_of(scope)
     trace = origin.trace
     job = with_tenant(job, origin.key, traced=trace is not None)
-    if origin.is_best_effort:
-        job = as_best_effort(job)
+    job = with_class(job, origin.serves_as(job.service_class))
     if account is not None:
         account.charge(job.num_answers, job.num_prompt_tokens, time.monotonic())
     usage = UsageCount(job.num_prompt_tokens)

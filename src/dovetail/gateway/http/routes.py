@@ -117,7 +117,7 @@ class Endpoints:
         return self._generation(body, job, TextReply(job, _now(), self._options(request, body, job), form))
 
     def _options(self, request: Request, body: ChatRequest | CompletionRequest, job: GenerationRequest) -> ReplyOptions:
-        return ReplyOptions.of(body, is_best_effort=job.is_best_effort or origin_of(request.scope).is_best_effort)
+        return ReplyOptions.of(body, origin_of(request.scope).serves_as(job.service_class))
 
     def _generation(
         self, body: ChatRequest | CompletionRequest, job: GenerationRequest, reply: ChatReply | TextReply

@@ -17,6 +17,7 @@ import msgspec
 
 from dovetail.errors import ContextTooLong, InvalidRequest
 from dovetail.gateway.http.api import ChatRequest, CompletionRequest, GenerationBody
+from dovetail.gateway.http.tiers import class_asked
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.text.chat_form import ChatForm, chat_form
 from dovetail.gateway.text.chat_prompt import bounded_text, check_text_fits
@@ -58,8 +59,12 @@ class GenerationRequest:
         return sum(request.num_choices for request in self.requests)
 
     @property
+    def service_class(self) -> ServiceClass:
+        return self.requests[0].service_class
+
+    @property
     def is_best_effort(self) -> bool:
-        return self.requests[0].service_class is ServiceClass.BEST_EFFORT
+        return self.service_class is ServiceClass.BEST_EFFORT
 
 
 def with_tenant(job: GenerationRequest, tenant: str, *, traced: bool = False) -> GenerationRequest:
@@ -72,10 +77,17 @@ def with_tenant(job: GenerationRequest, tenant: str, *, traced: bool = False) ->
     return dataclasses.replace(job, requests=requests)
 
 
-def as_best_effort(job: GenerationRequest) -> GenerationRequest:
-    """The job as a line of a batch: after all that has targets, and without any."""
+def with_class(job: GenerationRequest, service_class: ServiceClass) -> GenerationRequest:
+    """The job as of this class; best effort has no targets."""
+    if service_class is job.service_class and service_class is not ServiceClass.BEST_EFFORT:
+        return job
     requests = tuple(
-        msgspec.structs.replace(request, service_class=ServiceClass.BEST_EFFORT, slo=Slo()) for request in job.requests
+        msgspec.structs.replace(
+            request,
+            service_class=service_class,
+            slo=Slo() if service_class is ServiceClass.BEST_EFFORT else request.slo,
+        )
+        for request in job.requests
     )
     return dataclasses.replace(job, requests=requests)
 
@@ -190,7 +202,7 @@ async def _generation_request(
             cache_salt=body.cache_salt or "",
             speculates=body.speculative is not False,
             prediction=prediction,
-            service_class=ServiceClass.BEST_EFFORT if body.is_best_effort else model.config.service_class,
+            service_class=class_asked(body.service_tier, body.priority, model.config.service_class),
         )
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     )

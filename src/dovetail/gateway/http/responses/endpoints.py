@@ -22,7 +22,7 @@ from dovetail.gateway.http.answers import TokenNames, UsageCount
 from dovetail.gateway.http.api import Message
 from dovetail.gateway.http.build_request import build_chat, further_chat
 from dovetail.gateway.http.endpoint import documented, json_response, read_body, request_body, responses
-from dovetail.gateway.http.replies import Usage, tier_of
+from dovetail.gateway.http.replies import Usage
 from dovetail.gateway.http.respond import INLINE_REPORTS, EventStream, Taken, accounted, origin_of, until_disconnect
 from dovetail.gateway.http.responses.background import BackgroundResponses
 from dovetail.gateway.http.responses.builder import Event, OutputBuilder
@@ -62,6 +62,7 @@ from dovetail.gateway.http.responses.store import (
 )
 from dovetail.gateway.http.responses.tools import ResponsesTool
 from dovetail.gateway.http.shaped import ShapedResponse
+from dovetail.gateway.http.tiers import tier_of
 from dovetail.gateway.http.waits import HeldStream, headers_of
 from dovetail.gateway.http.writing import json_pieces
 from dovetail.gateway.mcp.servers import McpServers
@@ -243,7 +244,7 @@ class ResponsesResponse(Response):
         self._builder = OutputBuilder(turn.body.tool_set)
         self._names = TokenNames(turn.job.model.vocabulary, as_ids=False)
         self._usage = UsageCount(turn.job.num_prompt_tokens)  # the account's, once it runs
-        self._is_best_effort = turn.job.is_best_effort  # as its caller's, once it runs
+        self._class = turn.job.service_class  # as its caller's, once it runs
         self._finish: FinishReason | None = None
         self._num_reports = 0  # log-probabilities so far
         self._waits: Waits | None = None
@@ -251,7 +252,7 @@ class ResponsesResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with accounted(scope, self._turn.job) as taken:
-            self._usage, self._is_best_effort = taken.usage, taken.job.is_best_effort
+            self._usage, self._class = taken.usage, taken.job.service_class
             if self._turn.body.stream:
                 await until_disconnect(receive, self._send_events(taken, send))
             else:
@@ -263,7 +264,7 @@ class ResponsesResponse(Response):
         """While nobody waits; what becomes of it is kept."""
         state = {key: value for key, value in scope.get("state", {}).items() if key != "trace"}  # that has ended
         with accounted({"state": state}, self._turn.job) as taken:
-            self._usage, self._is_best_effort = taken.usage, taken.job.is_best_effort
+            self._usage, self._class = taken.usage, taken.job.service_class
             try:
                 await self._whole(taken, has_places=True)
             except asyncio.CancelledError:
@@ -433,7 +434,7 @@ class ResponsesResponse(Response):
             tool_choice=_plain(body.tool_choice),
             text={"format": _plain(body.text.format) if body.text and body.text.format else {"type": "text"}},
             truncation=body.truncation or "disabled",
-            service_tier=tier_of(body.service_tier, is_best_effort=self._is_best_effort),
+            service_tier=tier_of(body.service_tier, self._class),
             store=body.store is not False,
             background=bool(body.background),
             max_tool_calls=body.max_tool_calls,

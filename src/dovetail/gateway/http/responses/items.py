@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from dovetail.gateway.http.replies import ServiceTier, TokenEntry
+from dovetail.gateway.http.replies import TokenEntry
+from dovetail.gateway.http.tiers import ServiceTier
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
