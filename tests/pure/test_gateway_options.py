@@ -14,11 +14,14 @@ from test_gateway_http import CHAT, TEXT, check_error, events, on_app
 
 from dovetail.errors import ContextTooLong, InvalidRequest
 from dovetail.gateway.http.api import CompletionRequest
+from dovetail.gateway.http.ollama.request import OllamaChat, OllamaMessage
+from dovetail.gateway.http.responses.request import ResponsesRequest, responses_chat
+from dovetail.gateway.http.sampling import SamplingBody, neutral_values, sampling_values
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.infill import infill_prompt
 from dovetail.gateway.text.token_table import TokenTable
 from dovetail.gateway.text.translate import translate_completion
-from dovetail.types import Slo
+from dovetail.types import GenerationDefaults, Slo
 
 UNSUPPORTED: list[dict[str, Any]] = [
     {"functions": [{"name": "f"}]},
@@ -27,6 +30,36 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"chat_template": "{{ messages }}"},
     {"typical_p": 0.5},
 ]
+
+
+# Within bounds, and with an effect: of each parameter of the table.
+GIVEN: dict[str, float] = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5,
+                           "presence_penalty": 1.0, "frequency_penalty": -1.0}  # fmt: skip
+
+
+def test_every_api_passes_every_sampling_parameter_of_the_table_on() -> None:
+    assert GIVEN.keys() == SamplingBody.model_fields.keys()
+    bodies = [
+        CompletionRequest(prompt="x", **GIVEN),
+        responses_chat(ResponsesRequest(input="x", **GIVEN), ()),
+        OllamaChat(model="m", messages=[OllamaMessage(role="user", content="x")], options=GIVEN).as_chat(),
+    ]
+    for body in bodies:
+        assert sampling_values(body, GenerationDefaults()) == GIVEN
+
+
+def test_what_authors_recommend_holds_for_parameters_that_a_request_leaves_out() -> None:
+    recommended = GenerationDefaults(temperature=0.3, top_k=-1, repetition_penalty=1.1)
+    values = sampling_values(CompletionRequest(prompt="x", temperature=0.0, top_p=0.0), recommended)
+    assert values == {"temperature": 0.0, "top_p": 1e-6, "top_k": 0, "repetition_penalty": 1.1}
+
+
+def test_a_beam_search_takes_of_sampling_parameters_neutral_values_alone() -> None:
+    for name, neutral in neutral_values().items():
+        for value in neutral:
+            CompletionRequest(prompt="x", use_beam_search=True, **{name: value})
+        with pytest.raises(InvalidRequest, match=name):
+            CompletionRequest(prompt="x", use_beam_search=True, **{name: GIVEN[name]})
 
 
 def test_options_that_are_not_there_are_a_400_that_names_them(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dovetail.gateway.batches.files_api import checked_expiry, listed
 from dovetail.gateway.batches.offer import Batches, number_in, owner_of, page_of
 from dovetail.gateway.batches.records import ENDPOINT_ALIASES, Api, Batch
 from dovetail.gateway.batches.runner import BatchRunner
-from dovetail.gateway.http.api import StrictBody
+from dovetail.gateway.http.bodies import StrictBody
 from dovetail.gateway.http.endpoint import documented, read_body, request_body
 
 MAX_WINDOW_S = 30 * 86400

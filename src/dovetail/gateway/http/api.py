@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from dovetail.errors import InvalidRequest
-from dovetail.gateway.http.bodies import check_json_size
+from dovetail.gateway.http.bodies import StrictBody, check_json_size
 from dovetail.gateway.http.options import check_beams, check_options, ignored_options
+from dovetail.gateway.http.sampling import SamplingBody
 from dovetail.gateway.text.tools.schema import Tool, ToolChoice
 
 MAX_CHOICES = 128
@@ -45,10 +46,6 @@ LogitBias = Annotated[
 ]
 
 
-class StrictBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, populate_by_name=True)
-
-
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = Field(default=None, description="usage so far in every chunk")
@@ -76,7 +73,7 @@ class StructuredOutputs(StrictBody):
     json_object: bool | None = None
 
 
-class GenerationBody(StrictBody):
+class GenerationBody(SamplingBody):
     """What chat and plain completions share."""
 
     model_config = ConfigDict(extra="allow")  # to tell of those that are not supported
@@ -90,12 +87,8 @@ class GenerationBody(StrictBody):
         description="beyond the context: true = as long as fits, false = a 400; a chat is clamped unless told",
     )
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
@@ -105,9 +98,6 @@ class GenerationBody(StrictBody):
         default=None, max_length=256, description="prefixes are shared with requests of the same salt only"
     )
     # Extensions, named as in vLLM.
-    top_k: int | None = Field(default=None, ge=-1, le=_MAX_LIMIT, description="0 or -1 = off")
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     min_tokens: int | None = Field(default=None, ge=0, le=_MAX_LIMIT)
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256)
     ignore_eos: bool | None = None

@@ -22,7 +22,8 @@ from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.generation_task import Origin
-from dovetail.gateway.http.api import FAIL_FAST, ChatRequest, Message, ModelName, StrictBody, TokenId
+from dovetail.gateway.http.api import FAIL_FAST, ChatRequest, Message, ModelName, TokenId
+from dovetail.gateway.http.bodies import StrictBody
 from dovetail.gateway.http.endpoint import read_body, request_body, responses
 from dovetail.gateway.http.options import check_options
 from dovetail.gateway.http.respond import accounted, send_piece, until_disconnect

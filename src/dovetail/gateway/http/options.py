@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from dovetail.errors import InvalidRequest
+from dovetail.gateway.http.sampling import neutral_values
 
 # Who asks, what for, and hints that only save time: the answer is the same without them.
 HARMLESS = frozenset(
@@ -53,8 +54,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # With beam search, which ranks texts by the model's own probabilities when they are whole -> neutral values.
 _NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
-    "stream": (), "stop": ([],), "temperature": (0,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,),
-    "repetition_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
+    **neutral_values(), "stream": (), "stop": ([],), "logit_bias": ({},),
     "allowed_token_ids": (), "bad_words": ([],), "logprob_token_ids": ([],), "guided_json": (), "guided_regex": (),
     "guided_grammar": (), "guided_choice": (), "structured_outputs": (), "response_format": (),
     "tools": ([],), "thinking_token_budget": (),

@@ -17,6 +17,7 @@ import msgspec
 
 from dovetail.errors import ContextTooLong, InvalidRequest
 from dovetail.gateway.http.api import ChatRequest, CompletionRequest, GenerationBody
+from dovetail.gateway.http.sampling import sampling_values
 from dovetail.gateway.http.tiers import class_asked
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.text.chat_form import ChatForm, chat_form
@@ -33,7 +34,6 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat
 _MANY_PROMPTS = 8  # more are not tokenised on the event loop, however short they are
 _MAX_ANSWERS = 256  # of one HTTP request
 MAX_PROMPT_REPORTS = 1 << 18  # log-probabilities of prompts in one answer: some 100 MB while it is written
-_MIN_TOP_P = 1e-6  # 0 is allowed and means the likeliest token alone
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,6 @@ def sampling_params(
 ) -> SamplingParams:
     """The client's values, then the model authors', then OpenAI's defaults. max_tokens is set per prompt, later, as is
     what takes text to be tokenised."""
-    defaults = model.card.defaults
     stop_ids = tuple(body.stop_token_ids or ())
     if not body.ignore_eos:
         stop_ids = tuple(dict.fromkeys((*stop_ids, *model.card.eos_token_ids)))
@@ -285,18 +284,12 @@ def sampling_params(
         max_tokens=0,
         # Negative seeds are fine with OpenAI; the worker counts from 0.
         seed=secrets.randbits(63) if body.seed is None else body.seed & (2**63 - 1),
-        temperature=_first(body.temperature, defaults.temperature, 1.0),
-        top_k=max(_first(body.top_k, defaults.top_k, 0), 0),
-        top_p=max(_first(body.top_p, defaults.top_p, 1.0), _MIN_TOP_P),
-        min_p=body.min_p or 0.0,
-        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_logit_bias(body.logit_bias or {}, model),
         logprobs=logprobs,
         stop_token_ids=stop_ids,
         min_tokens=body.min_tokens or 0,
         grammar=grammar,
+        **sampling_values(body, model.card.defaults),
         allowed_token_ids=_known_tokens("allowed_token_ids", body.allowed_token_ids, model),
         logprob_token_ids=_known_tokens("logprob_token_ids", body.logprob_token_ids, model),
     )

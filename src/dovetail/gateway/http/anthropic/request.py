@@ -16,8 +16,8 @@ from dovetail.gateway.http.api import (
     ModelName,
     ResponseFormat,
     StopString,
-    StrictBody,
 )
+from dovetail.gateway.http.bodies import StrictBody
 from dovetail.gateway.http.options import check_known
 from dovetail.gateway.text.tools.schema import Function, FunctionName, NamedFunction, NamedTool, Tool
 

@@ -16,9 +16,10 @@ from dovetail.gateway.http.api import (
     Message,
     ResponseFormat,
     StopString,
-    StrictBody,
 )
+from dovetail.gateway.http.bodies import StrictBody
 from dovetail.gateway.http.options import check_options, ignored_options
+from dovetail.gateway.http.sampling import SamplingBody
 from dovetail.gateway.text.tools.schema import Tool
 
 # Of `options`: how much memory and which devices, which the server decides by itself.
@@ -30,19 +31,13 @@ _HARMLESS = frozenset(
 )  # fmt: skip
 
 
-class OllamaOptions(StrictBody):
+class OllamaOptions(SamplingBody):
     model_config = ConfigDict(extra="allow")
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
     seed: int | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     num_predict: int | None = Field(default=None, description="-1 and -2: the server's own limit")
     repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
 
     @model_validator(mode="after")
     def _check_options(self) -> OllamaOptions:

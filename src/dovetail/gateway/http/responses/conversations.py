@@ -14,7 +14,8 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from dovetail.errors import InvalidRequest, ResponseNotFound
-from dovetail.gateway.http.api import FAIL_FAST, StrictBody
+from dovetail.gateway.http.api import FAIL_FAST
+from dovetail.gateway.http.bodies import StrictBody
 from dovetail.gateway.http.endpoint import documented, read_body, request_body
 from dovetail.gateway.http.responses.request import Item, responses_messages
 

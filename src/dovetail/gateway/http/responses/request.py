@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dovetail.errors import InvalidRequest
-from dovetail.gateway.http.api import ChatRequest, JsonSchemaFormat, Message, ModelName, ResponseFormat, StrictBody
+from dovetail.gateway.http.api import ChatRequest, JsonSchemaFormat, Message, ModelName, ResponseFormat
+from dovetail.gateway.http.bodies import StrictBody
 from dovetail.gateway.http.options import HARMLESS, UNSUPPORTED, check_known, check_options
 from dovetail.gateway.http.responses.compaction import ASK, MAX_TOKENS, summary_of
 from dovetail.gateway.http.responses.tools import ResponsesTool, ToolChoiceItem, ToolSet, custom_arguments, qualified
+from dovetail.gateway.http.sampling import SamplingBody
 
 _MAX_LIMIT = 2**31 - 1
 # What `check_options` does not need to say: who asks, and hints that only save time.
@@ -68,7 +70,7 @@ class ConversationName(StrictBody):
     id: str = Field(max_length=128)
 
 
-class ResponsesRequest(StrictBody):
+class ResponsesRequest(SamplingBody):
     model_config = ConfigDict(extra="allow")
 
     model: ModelName = None
@@ -78,8 +80,6 @@ class ResponsesRequest(StrictBody):
     store: bool | None = Field(default=None, description="on unless false; kept in the server's memory")
     stream: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=_MAX_LIMIT)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -96,9 +96,6 @@ class ResponsesRequest(StrictBody):
     stream_options: dict[str, Any] | None = None
     # Of the chat's extensions.
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    top_k: int | None = Field(default=None, ge=-1, le=_MAX_LIMIT)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     ignore_eos: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: int | None = Field(default=None, ge=0, le=_MAX_LIMIT)
@@ -192,8 +189,7 @@ def responses_chat(body: ResponsesRequest, before: Sequence[Message], after: Seq
         model=body.model,
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
+        **body.sampling_fields,
         logprobs=body.wants_logprobs or None,
         top_logprobs=body.top_logprobs if body.wants_logprobs else None,
         response_format=_response_format(body),
@@ -204,9 +200,6 @@ def responses_chat(body: ResponsesRequest, before: Sequence[Message], after: Seq
         truncate_prompt_tokens=-1 if body.truncation == "auto" else None,
         service_tier=body.service_tier,
         seed=body.seed,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
         ignore_eos=body.ignore_eos,
         chat_template_kwargs=body.chat_template_kwargs,
         thinking_token_budget=body.thinking_token_budget,

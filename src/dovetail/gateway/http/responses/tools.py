@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.errors import InvalidRequest
-from dovetail.gateway.http.api import StrictBody
+from dovetail.gateway.http.bodies import StrictBody
 from dovetail.gateway.text.tools.schema import (
     AllowedChoice,
     AllowedTools,
