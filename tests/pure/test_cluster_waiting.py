@@ -97,3 +97,11 @@ def test_one_that_goes_first_asks_before_those_that_are_due_earlier() -> None:
         work.goes_first = work.id in (0, 2)
         work.is_best_effort = work.id == 2  # which stays behind everybody
     assert ask(room, 11.0) == [0, 1, 2]
+
+
+def test_a_text_that_was_begun_asks_before_those_that_go_first() -> None:
+    """A node may owe it the memory that newcomers leave alone: behind many of its model it would never ask."""
+    room = make_room(30.0, 20.0, 21.0, 22.0, 23.0)
+    for work in room:
+        work.goes_first, work.produced = work.id > 0, 80 * (work.id == 0)
+    assert ask(room, 11.0, refused=(1, 2, 3, 4))[0] == 0

@@ -234,3 +234,12 @@ def test_best_effort_displaces_nobody() -> None:
     running(node, make_work(1, "a", 1000))
     assert place(node, spare_work(2, "b", 1000)) is Refusal.MEMORY
     assert [one.model for one in node.instances.values()] == ["a"]
+
+
+def test_who_had_enough_in_gaps_has_no_further_share_beside_answers() -> None:
+    node = make_node(hosting=HOSTING, composition=SERVED)
+    running(node, spare_work(1, "b"))
+    assert run(node, 0.0, 6.0)[-1].is_best_effort
+    running(node, make_work(2, "a", 64, arrival_s=6.0), 6.0)
+    turns = run(node, 6.0, 9.0)
+    assert not any(turn.is_best_effort for turn in turns)

@@ -53,9 +53,10 @@ class Turns:
         return any(one.best_effort for one in self._state.active)
 
     def _owe(self, seconds: float, *, is_best_effort: bool) -> None:
-        """Best effort has its share of the time that others take; what it has in gaps counts."""
+        """Best effort has its share of the time that others take. What it has in gaps counts, beforehand too: where
+        there are enough of them, nobody's answer stops for it."""
         more_s = -seconds if is_best_effort else self._rule.reserve * seconds
-        self._state.owed_s = min(max(self._state.owed_s + more_s, 0.0), LARGEST_CREDIT_S)
+        self._state.owed_s = min(max(self._state.owed_s + more_s, -LARGEST_CREDIT_S), LARGEST_CREDIT_S)
 
     def free_at_s(self, now: float) -> float:
         """When the device should be done with the turn under way."""

@@ -24,13 +24,14 @@ class Waiting(Protocol):
     def due_s(self) -> float: ...
 
 
-Key = tuple[bool, bool, float, float, int]
+Key = tuple[bool, int, float, float, int]
 
 
 def urgency(work: Waiting) -> Key:
-    """The smallest asks first: whoever is waited for, one in the middle of a text or that goes first, then the one
-    whose token is due first."""
-    return work.is_best_effort, not (work.produced or work.goes_first), 0.0, work.due_s, work.id
+    """The smallest asks first: whoever is waited for, one in the middle of a text, to whom a node may owe its place
+    while newcomers keep away from it, one that goes first, then the one whose token is due first."""
+    rank = 0 if work.produced else 1 if work.goes_first else 2
+    return work.is_best_effort, rank, 0.0, work.due_s, work.id
 
 
 class Queue(Protocol):
