@@ -1,15 +1,18 @@
 """What a batch that never ends costs clients, and what it makes of the time that they leave.
 
-In turns on one server: the batch alone (how fast it can be), clients alone, the same clients beside the batch.
+In turns on one server: the batch alone (how fast it can be), clients alone, the same clients beside the batch. On CPUs
+with copies of a small model, on a GPU with random weights of a shape.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -30,7 +33,12 @@ LINE_TOKENS = 64  # of an answer
 LINE_WORDS = 24  # of a prompt
 SETTLED_LINES = 24  # are answered before a batch is measured: it has as many under way as it will have
 SETTLE_S = 10.0  # about so long that takes
+CAPTURE_S = 20.0  # a GPU's worker captures graphs while nobody asks for anything
+SAMPLE_MS = 200  # between two looks at a GPU
 ENDED = ("completed", "cancelled", "failed", "expired")
+
+
+BusyTime = Callable[[], float]
 
 
 class Lines(msgspec.Struct, frozen=True):
@@ -42,6 +50,7 @@ class Lines(msgspec.Struct, frozen=True):
 
 
 PLAIN = Lines()
+LONG = Lines(128, 256, 256)  # for a GPU: as many as it has at a time have ended before
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -49,6 +58,7 @@ class Side(msgspec.Struct, frozen=True):
 
     requests: int
     attained: int
+    first_p50_s: float
     first_p95_s: float
     gap_p99_s: float  # between two tokens
 
@@ -56,9 +66,11 @@ class Side(msgspec.Struct, frozen=True):
 class Round(msgspec.Struct, frozen=True):
     full_tokens_per_s: float  # of the batch alone
     alone: Side
-    busy: float  # clients alone, of the processor time that the batch alone takes
+    busy: float  # clients alone, of the processor time (of a GPU: its busy time) that the batch alone takes
     beside: Side
     tokens_per_s: float  # of the batch beside clients
+    cores_full: float  # processor seconds in a second, of a GPU the share of the time that it is busy: the batch alone
+    cores_beside: float  # and clients and batch
 
     @property
     def of_idle(self) -> float:
@@ -76,15 +88,21 @@ class GapsReport(msgspec.Struct, frozen=True):
     spread: dict[str, tuple[float, float]]  # of the three
 
 
-def measure(models: Sequence[FleetModel], mix: Mix, rounds: int, folder: Path, cores: int, step: Report) -> GapsReport:
+def measure(
+    models: Sequence[FleetModel], mix: Mix, rounds: int, folder: Path, cores: int, step: Report, device: str = "cpu"
+) -> GapsReport:
     found = []
-    with running(batch_server(models, folder, cores), folder / "server.log") as server:
+    with running(batch_server(models, folder, cores, device=device), folder / "server.log") as server:
         for model in models:
             warm(server, [model], mix)
-        for number in range(rounds):
-            seeded = msgspec.structs.replace(mix, seed=mix.seed + number)
-            found.append(_round(server, models, seeded, is_odd=bool(number % 2)))
-            step("rounds", number + 1, rounds)
+        if device != "cpu":
+            time.sleep(CAPTURE_S)
+        with busy_time(server, device) as busy_s:
+            bench = _Bench(server, models, busy_s, PLAIN if device == "cpu" else LONG)
+            for number in range(rounds):
+                seeded = msgspec.structs.replace(mix, seed=mix.seed + number)
+                found.append(bench.round(seeded, is_odd=bool(number % 2)))
+                step("rounds", number + 1, rounds)
     return _report(found)
 
 
@@ -93,38 +111,57 @@ def warm(server: Running, models: Sequence[FleetModel], mix: Mix, key: str = "")
     ask_clients(server, models, msgspec.structs.replace(mix, minutes=0.05), key)
 
 
-def batch_server(models: Sequence[FleetModel], folder: Path, cores: int, keys: Sequence[str] = ()) -> Contender:
+def batch_server(
+    models: Sequence[FleetModel], folder: Path, cores: int, keys: Sequence[str] = (), device: str = "cpu"
+) -> Contender:
     """`keys`: names, which are the keys, too."""
-    store = Path(models[0].card.path).parents[1]
+    store: dict[str, object] = {"path": str(Path(models[0].card.path).parents[1])}
+    node: dict[str, object] = {"name": "cpu-0", "threads": cores, "memory": "4GiB"}
+    if device != "cpu":
+        node = {"name": "gpu-0", "device": device}
+        store["host_pool"] = f"{sum(model.card.size_bytes for model in models) * 5 // 4}B"
     config = {
         "models": {model.name: {"source": model.name, "keep_alive": "10m"} for model in models},
-        "nodes": [{"name": "cpu-0", "threads": cores, "memory": "4GiB"}],
-        "store": {"path": str(store)},
+        "nodes": [node],
+        "store": store,
         "batch": {"folder": str(folder / "batches")},
         "auth": {"keys": [{"name": key, "key": key} for key in keys]},
     }
     return our_server(config, folder / "dovetail.yaml", models[0].card.dtype)
 
 
-def _round(server: Running, models: Sequence[FleetModel], mix: Mix, *, is_odd: bool) -> Round:
-    """Which of the two runs of clients is first changes from round to round."""
-    with endless_batch(server, models) as batch:
-        full, full_cpu = _rates(server, batch, lambda: time.sleep(mix.minutes * 20))
-    sides: dict[bool, Side] = {}
-    tokens_per_s = cpu = 0.0
-    for is_beside in (is_odd, not is_odd):
-        if is_beside:
-            with endless_batch(server, models) as batch:
-                sides[True], tokens_per_s, _ = _clients(server, models, mix, batch)
-        else:
-            sides[False], _, cpu = _clients(server, models, mix, None)
-    return Round(full, sides[False], cpu / full_cpu, sides[True], tokens_per_s)
+class _Bench:
+    def __init__(self, server: Running, models: Sequence[FleetModel], busy_s: BusyTime, lines: Lines) -> None:
+        self._server, self._models, self._busy_s, self._lines = server, models, busy_s, lines
 
+    def round(self, mix: Mix, *, is_odd: bool) -> Round:
+        """Which of the two runs of clients is first changes from round to round."""
+        with self._batch() as batch:
+            full, full_busy = self._rates(batch, lambda: time.sleep(mix.minutes * 20))
+        sides: dict[bool, Side] = {}
+        tokens_per_s = beside = busy = 0.0
+        for is_beside in (is_odd, not is_odd):
+            if is_beside:
+                with self._batch() as batch:
+                    sides[True], tokens_per_s, beside = self._clients(mix, batch)
+            else:
+                sides[False], _, busy = self._clients(mix, None)
+        return Round(full, sides[False], busy / full_busy, sides[True], tokens_per_s, full_busy, beside)
 
-def _clients(server: Running, models: Sequence[FleetModel], mix: Mix, batch: str | None) -> tuple[Side, float, float]:
-    sides: list[Side] = []
-    rate, cpu = _rates(server, batch, lambda: sides.append(ask_clients(server, models, mix)))
-    return sides[0], rate, cpu
+    def _batch(self) -> AbstractContextManager[str]:
+        return endless_batch(self._server, self._models, shape=self._lines)
+
+    def _clients(self, mix: Mix, batch: str | None) -> tuple[Side, float, float]:
+        sides: list[Side] = []
+        rate, busy = self._rates(batch, lambda: sides.append(ask_clients(self._server, self._models, mix)))
+        return sides[0], rate, busy
+
+    def _rates(self, batch: str | None, run: Callable[[], None]) -> tuple[float, float]:
+        """Tokens of the batch and busy seconds of the device in a second, while something runs."""
+        tokens, busy_s, began = _tokens(self._server, batch), self._busy_s(), time.monotonic()
+        run()
+        seconds = time.monotonic() - began
+        return (_tokens(self._server, batch) - tokens) / seconds, (self._busy_s() - busy_s) / seconds
 
 
 def ask_clients(server: Running, models: Sequence[FleetModel], mix: Mix, key: str = "") -> Side:
@@ -136,16 +173,42 @@ def ask_clients(server: Running, models: Sequence[FleetModel], mix: Mix, key: st
         raise DovetailError(f"no answer: {answers[0].error if answers else 'no request'}")
     gaps = [later - early for one in finished for early, later in pairwise(token_times(one))]
     firsts = [ttft_s(one) for one in finished]
-    return Side(len(answers), sum(map(meets, answers)), percentile(firsts, 0.95), percentile(gaps, 0.99))
+    first_s = percentile(firsts, 0.5), percentile(firsts, 0.95)
+    return Side(len(answers), sum(map(meets, answers)), *first_s, percentile(gaps, 0.99))
 
 
-def _rates(server: Running, batch: str | None, run: Callable[[], None]) -> tuple[float, float]:
-    """Tokens of the batch and seconds of processor time in a second, while something runs."""
-    workers = workers_of(server.pid)
-    tokens, cpu_s, began = _tokens(server, batch), _cpu_s(workers), time.monotonic()
-    run()
-    seconds = time.monotonic() - began
-    return (_tokens(server, batch) - tokens) / seconds, (_cpu_s(workers) - cpu_s) / seconds
+@contextmanager
+def busy_time(server: Running, device: str) -> Iterator[BusyTime]:
+    """Seconds of processor time of the workers so far; of a GPU, seconds in which kernels ran."""
+    if device == "cpu":
+        workers = workers_of(server.pid)
+        yield lambda: _cpu_s(workers)
+        return
+    card = device.partition(":")[2] or "0"
+    query = ("nvidia-smi", "-i", card, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits")
+    process = subprocess.Popen([*query, "-lms", str(SAMPLE_MS)], stdout=subprocess.PIPE, text=True)
+    watch = _GpuWatch()
+    assert process.stdout is not None
+    thread = threading.Thread(target=watch.read, args=(process.stdout,), daemon=True)
+    thread.start()
+    try:
+        yield lambda: watch.busy_s
+    finally:
+        process.terminate()
+        process.wait()
+        thread.join()
+
+
+class _GpuWatch:
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+
+    def read(self, lines: Iterable[str]) -> None:
+        last_s = time.monotonic()
+        for line in lines:
+            now = time.monotonic()
+            self.busy_s += (now - last_s) * float(line) / 100
+            last_s = now
 
 
 def _cpu_s(processes: Sequence[psutil.Process]) -> float:

@@ -20,7 +20,9 @@ def batch(
     seconds: Annotated[float, typer.Option(help="Of each run of clients.", min=10.0)] = 60.0,
     rounds: Annotated[int, typer.Option(help="Of the batch alone, clients alone, and both.", min=1)] = 3,
     rate: Annotated[float, typer.Option(help="Requests of clients a second.", min=0.01)] = 0.5,
-    models: Annotated[int, typer.Option(help="Copies of SmolLM2-135M that differ.", min=1)] = 2,
+    models: Annotated[int, typer.Option(help="Copies of SmolLM2-135M, or random models of --shape.", min=1)] = 2,
+    device: Annotated[str, typer.Option(help="cpu, or a GPU as cuda:N.")] = "cpu",
+    shape: Annotated[str, typer.Option(help="Of the random models on a GPU: tiny, 1b, 3b or 8b.")] = "8b",
     input_tokens: Annotated[str, typer.Option("--input", help="Prompt tokens, from-to.")] = "64-256",
     output_tokens: Annotated[str, typer.Option("--output", help="Answer tokens, from-to.")] = "16-64",
     keys: Annotated[
@@ -38,7 +40,8 @@ def batch(
 
     Example: dovetail bench batch --seconds 60 --rounds 3
     """
-    from dovetail_bench.fleet import Fleet
+    from dovetail.errors import ConfigError
+    from dovetail_bench.fleet import Fleet, random_models
     from dovetail_bench.gaps import SETTLE_S, measure
     from dovetail_bench.load import Mix
     from dovetail_bench.shares import measure as measure_shares
@@ -48,23 +51,27 @@ def batch(
     lengths = _range(input_tokens, "--input"), _range(output_tokens, "--output")
     mix = Mix(seconds / 60, rate, 1.0, 1.0, *lengths, seed)
     total = span(rounds * (2 * seconds + (0 if keys else seconds / 3) + 2 * SETTLE_S))
+    if keys and device != "cpu":
+        raise ConfigError("--keys: shares of keys are measured on CPUs, not with --device")
     if keys:
         with progress(f"{rounds} rounds of clients alone and beside the batches of two keys: {total}.") as step:
             made = Fleet(place).make(models, 0, step)
             shares = measure_shares(made, mix, rounds, place, usable_cores(), step)
         return print_json(shares) if as_json else _show_shares(shares)
     with progress(f"{rounds} rounds of the batch alone, clients alone and both: {total}.") as step:
-        made = Fleet(place).make(models, 0, step)
-        report = measure(made, mix, rounds, place, usable_cores(), step)
+        made = Fleet(place).make(models, 0, step) if device == "cpu" else random_models(place, shape, models, step)
+        report = measure(made, mix, rounds, place, usable_cores(), step, device)
     if as_json:
         print_json(report)
         return
     for number, one in enumerate(report.rounds, start=1):
         typer.echo(
             f"round {number}: batch alone {one.full_tokens_per_s:.0f} tokens/s, beside clients {one.tokens_per_s:.0f}; "
-            f"clients alone take {one.busy:.0%} of the time; first token p95 {one.alone.first_p95_s * 1000:.0f} "
-            f"and {one.beside.first_p95_s * 1000:.0f} ms, gap p99 {one.alone.gap_p99_s * 1000:.0f} and "
-            f"{one.beside.gap_p99_s * 1000:.0f} ms"
+            f"clients alone take {one.busy:.0%} of the time; first token p50 {one.alone.first_p50_s * 1000:.1f} and "
+            f"{one.beside.first_p50_s * 1000:.1f} ms, p95 {one.alone.first_p95_s * 1000:.1f} and "
+            f"{one.beside.first_p95_s * 1000:.1f} ms, gap p99 {one.alone.gap_p99_s * 1000:.1f} and "
+            f"{one.beside.gap_p99_s * 1000:.1f} ms; {'processors' if device == 'cpu' else 'the card'} busy: "
+            f"{one.cores_full:.2f} with the batch alone, {one.cores_beside:.2f} with both"
         )
     low, high = report.spread["of_idle"]
     typer.echo(

@@ -19,6 +19,7 @@ from dovetail_bench.cli.bucket import bucket
 from dovetail_bench.cli.engines import engines
 from dovetail_bench.cli.first import first
 from dovetail_bench.cli.gaps import batch
+from dovetail_bench.cli.loop import loop
 from dovetail_bench.cli.many import many
 from dovetail_bench.cli.progress import progress
 from dovetail_bench.cli.register import record, report
@@ -43,6 +44,7 @@ app.command("engines")(engines)
 app.command("abuse")(abuse)
 app.command("speculation")(speculation)
 app.command("batch")(batch)
+app.command("loop")(loop)
 app.command("sampling")(sampling)
 app.command("streaming")(streaming)
 app.command("switches")(switches)
