@@ -7,12 +7,34 @@ waits until that one is done. Every kernel of ours waits, so waiting for one's p
 
 from __future__ import annotations
 
+import threading
+from functools import wraps
+
 import torch
 import triton
 import triton.language as tl
+from triton.backends.nvidia import driver
 
 HAS_OVERLAP = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 OVERLAP = {"OVERLAP": True, "launch_pdl": True} if HAS_OVERLAP else {"OVERLAP": False}  # arguments of every launch
+
+
+def _load_one_at_a_time(launchers) -> None:
+    """Triton loads what launches a kernel as a C module, all of one name, and Python fills one module object for that
+    name. Of two threads that load at the same time one could have the other's kernel launched with its own arguments.
+    """
+    load, lock = launchers.__init__, threading.Lock()
+
+    @wraps(load)
+    def load_alone(launcher, *arguments, **options) -> None:
+        with lock:
+            load(launcher, *arguments, **options)
+
+    launchers.__init__ = load_alone
+
+
+if hasattr(driver, "CudaLauncher"):
+    _load_one_at_a_time(driver.CudaLauncher)
 
 
 @triton.jit
