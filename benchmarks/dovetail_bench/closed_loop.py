@@ -13,9 +13,10 @@ import msgspec
 
 from dovetail.errors import DovetailError
 from dovetail_bench.attainment import percentile
-from dovetail_bench.fleet import Report, random_models
+from dovetail_bench.fleet import Report
 from dovetail_bench.gaps import CAPTURE_S, batch_server
 from dovetail_bench.loop_client import LoopMix, Seen, stream
+from dovetail_bench.random_models import random_models
 from dovetail_bench.servers import running
 
 PROCESSES = 4

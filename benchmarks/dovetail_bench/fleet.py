@@ -98,20 +98,6 @@ class Fleet:
         return path
 
 
-def random_models(
-    folder: Path, shape: str, count: int, report: Report = lambda what, done, total: None
-) -> list[FleetModel]:
-    """Of one shape, made on the GPU that they are for."""
-    from dovetail_bench.gpu_switches import make_model
-
-    models = []
-    for index in range(count):
-        report(f"making random-{index:02d}", index, count)
-        card = make_model(folder, f"random-{index:02d}", shape, index, lambda what: None)
-        models.append(FleetModel(card, Path(card.path)))
-    return models
-
-
 def check_distinct(models: Sequence[FleetModel]) -> None:
     owners: dict[tuple[int, int], str] = {}
     for model in models:

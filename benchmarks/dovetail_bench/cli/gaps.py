@@ -41,7 +41,7 @@ def batch(
     Example: dovetail bench batch --seconds 60 --rounds 3
     """
     from dovetail.errors import ConfigError
-    from dovetail_bench.fleet import Fleet, random_models
+    from dovetail_bench.fleet import Fleet
     from dovetail_bench.gaps import SETTLE_S, measure
     from dovetail_bench.load import Mix
     from dovetail_bench.shares import measure as measure_shares
@@ -59,7 +59,12 @@ def batch(
             shares = measure_shares(made, mix, rounds, place, usable_cores(), step)
         return print_json(shares) if as_json else _show_shares(shares)
     with progress(f"{rounds} rounds of the batch alone, clients alone and both: {total}.") as step:
-        made = Fleet(place).make(models, 0, step) if device == "cpu" else random_models(place, shape, models, step)
+        if device == "cpu":
+            made = Fleet(place).make(models, 0, step)
+        else:
+            from dovetail_bench.random_models import random_models  # wants Triton
+
+            made = random_models(place, shape, models, step)
         report = measure(made, mix, rounds, place, usable_cores(), step, device)
     if as_json:
         print_json(report)
