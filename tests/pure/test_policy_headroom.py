@@ -40,8 +40,12 @@ def prefilling(*due_s: float, seconds: float = 0.1, ready_s: float = 0.0, decode
     )
 
 
+def candidate(due_s: float, prefill_s: float, decode_s: float, tpot_s: float, urgent_s: float = INFINITY) -> Candidate:
+    return Candidate(Prefill(due_s, min(due_s, urgent_s), prefill_s, tpot_s), decode_s)
+
+
 def joiner(deadline_s: float = 1.0, prefill_s: float = 0.1, decode_s: float = 0.05) -> Candidate:
-    return Candidate(deadline_s, prefill_s, decode_s, 0.25)
+    return candidate(deadline_s, prefill_s, decode_s, 0.25)
 
 
 def play(demands: list[InstanceDemand], candidate: Candidate, start_s: float = 0.0) -> Refusal | None:
@@ -101,7 +105,7 @@ def test_an_instance_that_is_still_loading_is_not_judged_by_deadlines_that_will_
 
 def test_the_pace_of_the_targets_own_running_requests_counts() -> None:
     strict = decoding(5.0, decode_s=0.04, tpot_s=0.05)
-    lenient = Candidate(300.0, 0.1, 0.06, 60.0)
+    lenient = candidate(300.0, 0.1, 0.06, 60.0)
     assert both([strict], 0, lenient, 0.0) is Refusal.DECODE_OVERCOMMITTED
 
 
@@ -129,16 +133,16 @@ def test_everyone_must_manage_one_more_token_after_the_last_prefill() -> None:
 def test_a_silence_within_an_answer_counts_as_a_late_token_where_it_is_bounded() -> None:
     ahead = InstanceDemand(30.0, 30.0, 0.0, 0.05, 0.25, batch=1, spoke_s=0.0)
     bounded = TurnRule(max_silence_s=2.0, turn_silence_s=1.5)
-    candidate = Candidate(8.0, 2.5, 0.05, 0.25, urgent_s=5.5)
-    assert validate_played([ahead, EMPTY], 1, candidate, 0.0, RULE) is None
-    assert validate_played([ahead, EMPTY], 1, candidate, 0.0, bounded) is Refusal.NEIGHBOUR_LATE
+    prompt = candidate(8.0, 2.5, 0.05, 0.25, urgent_s=5.5)
+    assert validate_played([ahead, EMPTY], 1, prompt, 0.0, RULE) is None
+    assert validate_played([ahead, EMPTY], 1, prompt, 0.0, bounded) is Refusal.NEIGHBOUR_LATE
 
 
 @given(st.integers(1, 400), st.floats(0.001, 0.01))
 def test_a_long_queue_ends_the_play_all_the_same(waiting: int, seconds: float) -> None:
     """Its cost is bounded: what cannot be seen to the end is refused."""
     queue = prefilling(*[8.0] * waiting, seconds=seconds)
-    answer = play([queue], Candidate(8.0, seconds, 0.05, 0.25))
+    answer = play([queue], candidate(8.0, seconds, 0.05, 0.25))
     assert answer is (None if waiting < MAX_TURNS else Refusal.FIRST_TOKEN_LATE)
 
 

@@ -11,7 +11,15 @@ from dovetail.node.device import Device
 from dovetail.node.instance import Instance, State
 from dovetail.node.outlook import cold_start_grace_s, demand_of
 from dovetail.node.residency import Residency
-from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, must_be_late, validate_closed
+from dovetail.policy.headroom import (
+    INFINITY,
+    Candidate,
+    InstanceDemand,
+    Prefill,
+    Refusal,
+    must_be_late,
+    validate_closed,
+)
 from dovetail.policy.latency import prompt_s
 from dovetail.policy.members import prefill_turn_s
 from dovetail.policy.parameters import Shadow
@@ -165,21 +173,9 @@ class Timing:
         is_judged = not (own.blocked and work.phase is Phase.DECODE)  # a handover that waits for weights is late anyway
         due_s = work.due_s + grace_s if is_judged else INFINITY
         safety_s = INFINITY if work.produced else work.safety_s(self.pace_tokens(work.model))
-        candidate = Candidate(
-            due_s,
-            prefill_s,
-            decode_s,
-            work.tpot_s,
-            urgent_s,
-            safety_s,
-            part_s,
-            split,
-            lost,
-            start,
-            missing,
-            grown_s,
-        )
-        return candidate, own
+        turn_s = min(due_s, urgent_s)
+        prefill = Prefill(due_s, turn_s, prefill_s, work.tpot_s, safety_s, part_s, split, lost, start, missing)
+        return Candidate(prefill, decode_s, grown_s), own
 
     def _decodes(self, target: Instance | None, work: Work) -> tuple[float, float]:
         """One iteration of the target with the work, now and when contexts will have grown."""

@@ -86,18 +86,9 @@ class InstanceDemand:
 class Candidate(NamedTuple):
     """The request to be added, as seen by the instance that would take it."""
 
-    deadline_s: float  # of its next token
-    prefill_s: float  # its own prefill, overestimated; 0 when its KV blocks come with it
+    prefill: Prefill  # its own; takes no time where its KV blocks come with it
     decode_s: float  # one iteration of the instance with it, overestimated
-    tpot_s: float
-    urgent_s: float = INFINITY  # by when it should have its turn, where that is earlier
-    safety_s: float = INFINITY  # as of a Prefill
-    part_s: float = 0.0  # likewise
-    split_s: float = 0.0  # likewise
-    lost_s: float = 0.0  # likewise
-    start: int = 0  # likewise
-    tokens: int = 0  # likewise
-    grown_s: float = 0.0  # one iteration of the instance with it when contexts will have grown
+    grown_s: float = 0.0  # the same when contexts will have grown
 
 
 class Contender(Protocol):
@@ -143,7 +134,7 @@ def guards_decodes(now: float, prefill_s: float, urgent_s: float, running_due_s:
 
 def must_be_late(candidate: Candidate, target: InstanceDemand, start_s: float) -> bool:
     """Its first token, whoever its neighbours are."""
-    return max(start_s, target.ready_s) + candidate.prefill_s > candidate.deadline_s
+    return max(start_s, target.ready_s) + candidate.prefill.seconds > candidate.prefill.due_s
 
 
 def is_overtaken(now: float, part_s: float, latest_s: float, begins_s: float) -> bool:
@@ -159,7 +150,7 @@ def _drain_key(one: Contender) -> tuple[float, float]:
 def is_overcommitted(demands: Sequence[InstanceDemand], target: int, candidate: Candidate) -> bool:
     """S4, case 3: one decode iteration of every instance takes longer than the strictest pace of all requests there,
     those of the target included, now or when their contexts will have grown."""
-    tpot_s = candidate.tpot_s
+    tpot_s = candidate.prefill.tpot_s
     total_s = max(candidate.decode_s, candidate.grown_s)
     for index, demand in enumerate(demands):
         if demand.tpot_s < tpot_s:
@@ -183,15 +174,15 @@ def validate_closed(
     own = demands[target]
     if own.blocked:
         return None  # its prefill starts after the load, and the grace covers that
-    turn_deadline = min(own.deadline_s, candidate.deadline_s)
+    turn_deadline = min(own.deadline_s, candidate.prefill.due_s)
     clock = start_s
     later: list[tuple[float, float]] = []  # (deadline, duration) of what follows the target's prefills
     for index, demand in enumerate(demands):
         if index == target or demand.blocked or demand.deadline_s == INFINITY:
             continue
         clock += _ahead(demand, turn_deadline, later)
-    clock += own.prefill_s + candidate.prefill_s
-    if clock > candidate.deadline_s:
+    clock += own.prefill_s + candidate.prefill.seconds
+    if clock > candidate.prefill.due_s:
         return Refusal.FIRST_TOKEN_LATE
     if own.decode_deadline_s != INFINITY:
         later.append((own.decode_deadline_s, candidate.decode_s))

@@ -106,24 +106,11 @@ class Player:
         """The candidate joins; returns its prefill, if it needs one."""
         self.batch += 1
         self.decode_s = candidate.decode_s
-        prefill = None
-        if candidate.prefill_s:
-            urgent_s = min(candidate.deadline_s, candidate.urgent_s)
-            prefill = Prefill(
-                candidate.deadline_s,
-                urgent_s,
-                candidate.prefill_s,
-                candidate.tpot_s,
-                candidate.safety_s,
-                candidate.part_s,
-                candidate.split_s,
-                candidate.lost_s,
-                candidate.start,
-                candidate.tokens,
-            )
+        prefill = candidate.prefill if candidate.prefill.seconds else None
+        if prefill is not None:
             self.prefills = sorted((*self.prefills, prefill), key=BY_URGENCY) if self.prefills else (prefill,)
         else:
-            self._run(candidate.deadline_s, candidate.tpot_s)
+            self._run(candidate.prefill.due_s, candidate.prefill.tpot_s)
         self.look_ahead()
         return prefill
 

@@ -59,7 +59,7 @@ def _infeasible(demands: Sequence[InstanceDemand], candidate: Candidate, start_s
     """What no order of turns could keep: until some deadline there is more to do than time. Most of what is refused is
     found here, at a fraction of what playing it costs."""
     prefills = [(one.due_s, one.seconds) for demand in demands for one in demand.prefills]
-    prefills.append((candidate.deadline_s, candidate.prefill_s))
+    prefills.append((candidate.prefill.due_s, candidate.prefill.seconds))
     prefills.sort()
     running = [one for one in demands if one.decode_deadline_s != INFINITY]
     total_s = 0.0
@@ -72,7 +72,7 @@ def _infeasible(demands: Sequence[InstanceDemand], candidate: Candidate, start_s
             if one.decode_deadline_s <= due_s:
                 needed_s += (int((due_s - one.decode_deadline_s) / one.tpot_s) + 1) * one.decode_s
         if start_s + needed_s > due_s:
-            return Refusal.FIRST_TOKEN_LATE if due_s == candidate.deadline_s else Refusal.NEIGHBOUR_LATE
+            return Refusal.FIRST_TOKEN_LATE if due_s == candidate.prefill.due_s else Refusal.NEIGHBOUR_LATE
     return None
 
 
