@@ -105,3 +105,10 @@ def test_a_text_that_was_begun_asks_before_those_that_go_first() -> None:
     for work in room:
         work.goes_first, work.produced = work.id > 0, 80 * (work.id == 0)
     assert ask(room, 11.0, refused=(1, 2, 3, 4))[0] == 0
+
+
+def test_an_answer_that_a_node_owes_memory_asks_however_many_are_refused_there_for_its_sake() -> None:
+    room = make_room(*range(20, 26), 2000.0)
+    (owed,) = (one for one in room if one.id == 6)
+    owed.owed_by = "node"
+    assert ask(room, 11.0, refused=range(6)) == [6, *range(MAX_FAILURES_OF_MODEL)]

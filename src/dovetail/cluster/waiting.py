@@ -118,6 +118,13 @@ class WaitingRoom:
         while heap and ((work := self._works.get(heap[0][1])) is None or work.expires_s != heap[0][0]):
             heappop(heap)
 
+    def _in_turn(self) -> list[RequestState]:
+        """First those whom a node owes memory: others ask in vain there until these have a place."""
+        works = sorted(self._works.values(), key=self.order)
+        if any(work.owed_by for work in works):
+            works.sort(key=lambda work: not work.owed_by)
+        return works
+
     def begin_pass(self, now: float) -> Iterator[RequestState]:
         """Those who may ask now, in order; the caller lets each leave, and enter again if it got no place.
         Nobody, if it is not time. One whose search waits for an answer counts as refused until that comes."""
@@ -128,7 +135,7 @@ class WaitingRoom:
             limit, self._last_full_s = MAX_FAILURES, now
         self._last_pass_s, self._has_changed = now, False
         failures: Counter[str] = Counter()
-        for work in sorted(self._works.values(), key=self.order):
+        for work in self._in_turn():
             if work.id not in self._works or failures[work.model] >= MAX_FAILURES_OF_MODEL:
                 continue  # it went with another's end, or others of its model asked in vain
             yield work
