@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from sim_builders import make_hosting
 
 from dovetail.policy.consolidate import Consolidating, ConsolidatingOnBoth, rank_victims
-from dovetail.policy.placement import DeviceKind, NodeFacts, can_ever_serve, is_hopeless, rank_nodes
-from dovetail.policy.startup import LoadTimes, rank_by_start, start_s
-from dovetail.sim.baselines import Spreading
+from dovetail.policy.placement import DeviceKind, NodeFacts, can_ever_serve, is_hopeless
+from dovetail.policy.startup import Draws, LoadTimes, rank_by_start, start_s
+from dovetail.sim.baselines import Packing, Spreading, SpreadStart
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ def test_cpu_nodes_come_first_then_nodes_in_use_then_the_fullest() -> None:
     full_gpu = FakeNode(DeviceKind.GPU, True, 9.0)
     half_gpu = FakeNode(DeviceKind.GPU, True, 5.0)
     nodes = [half_gpu, empty_cpu, full_gpu, used_cpu]
-    assert rank_nodes(nodes, pack=True) == [used_cpu, empty_cpu, full_gpu, half_gpu]
-    assert rank_nodes(nodes, pack=False) == [empty_cpu, used_cpu, half_gpu, full_gpu]
+    assert Packing().rank(nodes, lambda node: 0.0, Draws()) == [used_cpu, empty_cpu, full_gpu, half_gpu]
+    assert SpreadStart().rank(nodes, lambda node: 0.0, Draws()) == [empty_cpu, used_cpu, half_gpu, full_gpu]
 
 
 def test_a_device_that_breaks_the_slo_even_alone_is_excluded() -> None:

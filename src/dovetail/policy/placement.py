@@ -7,10 +7,9 @@ nodes in use before empty ones, the fullest first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from dovetail.policy.latency import Latency
 
@@ -77,20 +76,10 @@ class NodeLoad(Protocol):
     def fullness(self) -> float: ...
 
 
-NodeT = TypeVar("NodeT", bound=NodeLoad)
-
-
 def can_ever_serve(hosting: Hosting, input_tokens: int, ttft_s: float, tpot_s: float) -> bool:
     """S11: the profile check on an otherwise empty node."""
     latency = hosting.latency
     return latency.prefill_s(input_tokens) <= ttft_s and latency.decode_s(1, input_tokens) <= tpot_s
-
-
-def rank_nodes(nodes: Iterable[NodeT], *, pack: bool) -> list[NodeT]:
-    """S11: CPU before GPU; within a kind nodes in use first, the fullest first. Without packing the emptiest first."""
-    if pack:
-        return sorted(nodes, key=lambda node: (node.facts.kind is DeviceKind.GPU, not node.in_use, -node.fullness))
-    return sorted(nodes, key=lambda node: (node.facts.kind is DeviceKind.GPU, node.fullness))
 
 
 def is_hopeless(deadline_s: float, now: float) -> bool:

@@ -10,7 +10,7 @@ from dovetail.policy.displace import Move
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.latency import IN_PLACE_RESIZE, TransferModel
 from dovetail.policy.memory import DemandByModel, Lengths, required_tokens
-from dovetail.policy.placement import DeviceKind, rank_nodes
+from dovetail.policy.placement import DeviceKind
 from dovetail.policy.startup import STEP_S, Draws, NodeT, rank_by_start
 from dovetail.policy.work import Phase
 
@@ -46,7 +46,7 @@ class Packing:
     """S11: nodes in use first, the fullest first."""
 
     def rank(self, nodes: Sequence[NodeT], start_s: Callable[[NodeT], float], draws: Draws) -> list[NodeT]:
-        return rank_nodes(nodes, pack=True)
+        return rank_by_start(nodes, lambda node: 0.0)
 
     def window(self, seen: Sequence[NodeT], near: Callable[[], Sequence[NodeT]]) -> list[NodeT]:
         return list(seen)
@@ -57,7 +57,7 @@ class SpreadStart(Packing):
     """The emptiest node first."""
 
     def rank(self, nodes: Sequence[NodeT], start_s: Callable[[NodeT], float], draws: Draws) -> list[NodeT]:
-        return rank_nodes(nodes, pack=False)
+        return sorted(nodes, key=lambda node: (node.facts.kind is DeviceKind.GPU, node.fullness))
 
 
 @dataclass(frozen=True, slots=True)
