@@ -15,6 +15,7 @@ import argparse
 import ast
 import asyncio
 import gc
+import io
 import sys
 import tempfile
 from collections import Counter, defaultdict, deque
@@ -26,6 +27,7 @@ from random import Random
 from types import FrameType
 from typing import Any, TypeGuard
 
+from dovetail.eventlog import EventLog
 from dovetail.node.device import turn_rule
 from dovetail.policy.compositions import KINDS, SERVED
 from dovetail.policy.placement import DeviceKind
@@ -53,6 +55,11 @@ RECORDS = (
 )
 FIRST_ID = 7_000_000_000  # of requests: like no other number in the process
 STORMS = 30
+LINE_STORMS = 120
+# Of the core, what joins it to other processes and to those who read: tokens and their streams, sockets' ends, a file,
+# refusals in words. `test_runtime_parity` compares what the second pair decides with the simulator, byte for byte.
+SHELLS = ("cluster/open_requests.py", "cluster/remote_cluster.py", "cluster/remote.py", "cluster/durable.py",
+          "policy/reasons.py", "policy/speculation.py")  # fmt: skip
 CROWDS = 400
 NONE_MEANS_OFF = ("slack_s",)  # numbers of a policy that may be None
 
@@ -249,25 +256,27 @@ def probe_lines() -> int:
         return {str(Path(file).relative_to(SOURCE)): set(data.lines(file) or ()) for file in data.measured_files()}
 
     def storms() -> None:
-        for seed in range(STORMS):
+        for seed in range(LINE_STORMS):
+            log = EventLog(io.StringIO(), is_detailed=True) if seed % 2 else None
             for of_server in (False, True):
                 try:
-                    run_one(seed, of_server=of_server)
+                    run_one(seed, of_server=of_server, log=log)
                 except VIOLATIONS as error:
                     print(f"storm {seed}: {error}")
 
     in_storms = executed(storms)
-    kinds = ("gateway_service", "gateway_recovery", "gateway_hosted", "worker_driver", "runtime_findings")
-    kinds += ("runtime_parity", "cluster_migration", "cluster_eviction")
+    kinds = ("gateway_service", "gateway_recovery", "gateway_hosted", "gateway_fronts", "gateway_adapters")
+    kinds += ("worker_driver", "worker_preparing", "runtime_findings", "runtime_parity", "cluster_migration")
     files = [str(path) for kind in kinds for path in sorted(TESTS.glob(f"test_{kind}.py"))]
     in_tests = executed(lambda: pytest.main(["-q", "-p", "no:cacheprovider", *files]))
     total = 0
     for file in sorted(in_tests):
         only = sorted(in_tests[file] - in_storms.get(file, set()))
-        total += len(only)
-        if only:
+        if only and file not in SHELLS:
+            total += len(only)
             print(f"  {file}: {len(only)} lines: {_ranges(only)}")
-    print(f"{total} lines of {', '.join(CORE)} that the server's tests execute and {2 * STORMS} storms do not")
+    print(f"{total} lines of {', '.join(CORE)} that the server's tests execute and {2 * LINE_STORMS} storms do not")
+    print(f"left out, because a simulation has nothing of their kind: {', '.join(SHELLS)}")
     return 0
 
 

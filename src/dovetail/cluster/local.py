@@ -6,150 +6,39 @@ free. It decides nothing.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from dovetail.cluster.asking import LOST, SILENT, SILENT_S
 from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Said
 from dovetail.cluster.intake import Submission
+from dovetail.cluster.local_node import LocalNode, Preparation, ViewedNode
 from dovetail.cluster.request import RequestState, placed_on
 from dovetail.cluster.retry import Loss, RetryRule
 from dovetail.eventlog import EventLog
 from dovetail.node import events
-from dovetail.node.answers import offer_of
 from dovetail.node.events import Computed
 from dovetail.node.node import Node
 from dovetail.node.protocol import (
+    Accepted,
     Answer,
-    Check,
     Finished,
     Notice,
-    Offer,
     Order,
     Propose,
     Question,
-    Refused,
     Release,
-    StartRoom,
     TakeBack,
-    Warm,
 )
 from dovetail.node.runtime import NodeRuntime
 from dovetail.policy.compositions import Composition
-from dovetail.policy.headroom import Refusal, SloRule
-from dovetail.policy.placement import Hosting, NodeFacts
+from dovetail.policy.headroom import SloRule
 from dovetail.policy.work import RequestRecord, Work
 
 # What a driver carries out or is told, with the node that it is about; of a refused request there is none.
 Output = events.Output | Said
-
-
-class LocalNode:
-    """A `cluster.handle.NodeHandle` of a node in this process."""
-
-    def __init__(
-        self,
-        runtime: NodeRuntime,
-        ask_late: Callable[[LocalNode, Question, float], int] | None = None,
-        order_late: Callable[[LocalNode, Order, float], None] | None = None,
-    ) -> None:
-        self.runtime = runtime
-        self._order_late = order_late
-        self._ask_late = ask_late  # of a node with faults: returns the number under which the answer comes, or does not
-        self.facts = NodeFacts(runtime.name, runtime.kind)
-        self.name = runtime.name
-        self.is_draining = False
-        self.lag_s = 0.0  # what the node says of itself is heard this late
-        self.said_s = 0.0  # when the last of it is
-        self.num_late = 0  # of what it has said, not heard yet: one that decides while it computes hears later still
-        self.order_lag_s = 0.0  # questions and orders reach it this late
-        self.heard_s = 0.0  # when the last of them does
-        self.life = 0  # counts how often it was lost: what was on its way to it then is lost too
-        self.is_cut = False  # nothing passes either way
-        self.is_given_up = False  # and that was noticed
-        self.is_away = False  # it has left
-        self.is_mute = False  # of what it is asked and answers, nothing arrives
-        self.silent_until_s = 0.0
-        self.last_records: dict[int, RequestRecord] = {}  # of one that was lost: how far its requests had come
-        self._offers: dict[int, tuple[Hosting, Offer]] = {}  # by identity: many models share one
-        self._hostings = runtime.node.device.hostings
-        self._offered: tuple[Hosting | None, Offer | None] = (None, None)  # of the model that was last asked for
-
-    @property
-    def up(self) -> bool:
-        return self.runtime.up and not self.is_given_up
-
-    @property
-    def in_use(self) -> bool:
-        return self.runtime.node.in_use
-
-    @property
-    def fullness(self) -> float:
-        return self.runtime.fullness
-
-    @property
-    def room(self) -> StartRoom:
-        return self.runtime.known_room or self.runtime.room  # dozens are looked at in a decision
-
-    @property
-    def link_free_s(self) -> float:
-        return self.runtime.node.device.link_free_s
-
-    @property
-    def is_idle(self) -> bool:
-        return self.runtime.is_idle
-
-    def offer_of(self, model: str) -> Offer | None:
-        hosting = self._hostings.get(model)
-        if hosting is self._offered[0]:  # dozens of nodes are looked at in a decision; None is not offered
-            return self._offered[1]
-        if hosting is None:
-            return None
-        known = self._offers.get(id(hosting))
-        if known is None:
-            known = self._offers[id(hosting)] = hosting, offer_of(self.runtime.node, hosting)
-        self._offered = known
-        return known[1]
-
-    def ask(self, question: Question, now: float) -> Answer | int:
-        if self.is_draining and isinstance(question, Propose | Check | Warm):
-            return Refused(Refusal.CLOSED)
-        if self.is_given_up:
-            return LOST
-        if now < self.silent_until_s:
-            return SILENT
-        late = self.is_mute or self.is_cut or self.is_late(now) or self.is_deaf(now)
-        if self._ask_late is None or not late:
-            return self.runtime.answer(question, now)
-        return self._ask_late(self, question, now)
-
-    def order(self, order: Order, now: float) -> None:
-        if self.is_cut:
-            return
-        if self._order_late is not None and self.is_deaf(now):
-            self._order_late(self, order, now)
-        else:
-            self.runtime.obey(order, now)
-
-    def is_late(self, now: float) -> bool:
-        """What it says now is heard later, in order."""
-        return self.lag_s > 0.0 or self.said_s > now or self.num_late > 0
-
-    def is_deaf(self, now: float) -> bool:
-        """What is said to it now arrives later, in order."""
-        return self.order_lag_s > 0.0 or self.heard_s > now
-
-    def forget_underway(self) -> None:
-        """It is gone, and what was on its way to it and from it."""
-        self.life += 1
-        self.heard_s = self.said_s = 0.0
-        self.num_late = 0
-
-    def fell_silent(self, now: float) -> None:
-        self.silent_until_s = now + SILENT_S
 
 
 class LocalCluster:
@@ -161,12 +50,19 @@ class LocalCluster:
         rule: SloRule | None = None,
         retry: RetryRule | None = None,
         log: EventLog | None = None,
+        are_viewed: bool = False,
     ) -> None:
+        """`are_viewed`: of nodes is known what they last said."""
         self.outbox: deque[tuple[NodeRuntime | None, Output]] = deque()
         self.touched: dict[str, NodeRuntime] = {}  # nodes where something happened since their turn was last chosen
         self._dirty: list[NodeRuntime] = []
         self.nodes = [NodeRuntime(node, self._dirty, log) for node in nodes]
-        self.handles = {node.name: LocalNode(node, self._ask_late, self._order_late) for node in self.nodes}
+        handle_type = ViewedNode if are_viewed else LocalNode
+        self.handles = {
+            node.name: handle_type(node, self._ask_late, self._order_late, self._propose) for node in self.nodes
+        }
+        self.preparations: Mapping[int, Preparation] = {}  # by request
+        self._lacking: Counter[int] = Counter()  # by request: how often there was no memory for that
         self.controller = Controller(list(self.handles.values()), composition, self, rule=rule, retry=retry, log=log)
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
@@ -184,12 +80,17 @@ class LocalCluster:
         self.controller.cancel(ids, now, fate, reason)
         self.settle(now)
 
+    def warm(self, model: str, now: float) -> None:
+        self.controller.warm(model, now)
+        self.settle(now)
+
     def lost(self, node: NodeRuntime, works: Sequence[Work], now: float, loss: Loss | None = None) -> None:
         """It was noticed that the node is gone, and this work with it."""
         self._lose(self.handles[node.name], {work.id: work.record() for work in works}, now, loss)
 
     def _lose(self, handle: LocalNode, records: dict[int, RequestRecord], now: float, loss: Loss | None) -> None:
         handle.last_records = records
+        handle.begins_anew()
         self.controller.lost(handle, now, loss)
         handle.last_records = {}
         self.settle(now)
@@ -334,7 +235,11 @@ class LocalCluster:
                 else:
                     self.outbox.append((node, output))
             if node.mailbox:
-                self._deliver(handle, self._notice, handle, node.mailbox.popleft(), now=now)
+                notice = node.mailbox.popleft()
+                if not handle.has_no_notices:
+                    self._deliver(handle, self._notice, handle, notice, now=now)
+        if (view := handle.news()) is not None and not handle.has_no_notices:
+            self._deliver(handle, self._notice, handle, view, now=now)
         if node.is_touched:
             self.touched[node.name] = node
 
@@ -345,9 +250,12 @@ class LocalCluster:
         work = self.controller.works.get(request)
         if work is not None and work.is_on(handle):
             self.outbox.append((handle.runtime, output))
+            if isinstance(output, Finished):
+                self.controller.stay(work.id, now)
 
     def _notice(self, handle: LocalNode, notice: Notice, now: float) -> None:
         handle.silent_until_s = 0.0
+        handle.heard(notice)
         self.controller.heard(handle, notice, now)
 
     def _ask_late(self, handle: LocalNode, question: Question, now: float) -> int:
@@ -367,9 +275,30 @@ class LocalCluster:
     def _ask_now(self, handle: LocalNode, life: int, number: int, question: Question, now: float) -> None:
         if handle.life != life or handle.is_cut:
             return
-        answer = handle.runtime.answer(question, now)
+        answer = handle.answer(question, now)
         if not handle.is_mute or _lets_go(question):
             self._deliver(handle, self._answer, handle, number, answer, now=now)
+
+    # What requests wait for on their device
+
+    def _propose(self, handle: LocalNode, question: Propose, now: float) -> Answer:
+        id, runtime = question.request.id, handle.runtime
+        preparation = self.preparations.get(id)
+        if preparation is None:
+            return runtime.answer(question, now)
+        answer = runtime.answer(question, now, prepares=True)
+        if isinstance(answer, Accepted):
+            work = runtime.work_of(id)
+            self._at(now + preparation.seconds, self._prepared, runtime, work, preparation.num_lacking)
+        return answer
+
+    def _prepared(self, runtime: NodeRuntime, work: Work, num_lacking: int, now: float) -> None:
+        """Unless it has left, or that was noted before."""
+        is_there = runtime.progress(work.id) is not None and runtime.work_of(work.id) is work
+        if is_there and work.prepares:
+            is_lacking = self._lacking[work.id] < num_lacking
+            self._lacking[work.id] += is_lacking
+            runtime.prepared(work.id, now, is_there=not is_lacking)
 
     def _order_late(self, handle: LocalNode, order: Order, now: float) -> None:
         self._reach(handle, self._order_now, handle, handle.life, order, now=now)

@@ -7,7 +7,7 @@ It reports what happened and carries out what they say; it decides nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
@@ -16,6 +16,7 @@ from typing import Any
 from dovetail.cluster.decisions import Failed, GiveUp, Kill, RequestRejected
 from dovetail.cluster.intake import Submission
 from dovetail.cluster.local import LocalCluster, Output
+from dovetail.cluster.local_node import Preparation
 from dovetail.cluster.retry import RetryRule
 from dovetail.eventlog import EventLog
 from dovetail.node import events, protocol
@@ -23,12 +24,13 @@ from dovetail.node.runtime import NodeRuntime
 from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY, SloRule
 from dovetail.policy.placement import DeviceKind
-from dovetail.policy.work import RequestRecord, Work
 from dovetail.sim.device import Device, requests_of
 from dovetail.sim.faults import Fault
-from dovetail.sim.metrics import Fate, Record, Result
+from dovetail.sim.metrics import Fate, Result
+from dovetail.sim.operations import Operation, Operator
 from dovetail.sim.sampling import Sampler
 from dovetail.sim.slicing import Slicer
+from dovetail.sim.stories import Stories
 from dovetail.sim.striking import MEMORY, REQUEST, SAMPLE, TIMER, TURN, Striker
 from dovetail.sim.trace import Arrival
 
@@ -50,6 +52,9 @@ class Simulation:
         retry: RetryRule | None = None,
         deadly: Collection[int] = (),
         hang_s: float = 0.0,
+        operations: Sequence[Operation] = (),
+        preparations: Mapping[int, Preparation] | None = None,
+        are_viewed: bool = False,
     ) -> None:
         """`on_one_thread`: the one node decides on the thread that computes, and hears of what happens during a turn at
         the end of the turn. `deadly`: requests that end every worker that computes them."""
@@ -59,14 +64,21 @@ class Simulation:
         self.horizon_s = horizon_s if horizon_s is not None else arrivals[-1].arrival_s
         self.now = 0.0
         self.log = log
-        self.records = _records(arrivals)
-        self.open = 0  # requests that have arrived and not ended
+        self.stories = Stories(arrivals)
+        self.records = self.stories.records
         self.faults = faults
+        self.operations = operations
         self.keep_samples = True
         self.on_sample: Callable[[float], None] | None = None
         self.cluster = LocalCluster(
-            [device.node for device in self.devices], composition, rule=self.rule, retry=retry, log=log
+            [device.node for device in self.devices],
+            composition,
+            rule=self.rule,
+            retry=retry,
+            log=log,
+            are_viewed=are_viewed,
         )
+        self.cluster.preparations = preparations or {}
         self._device_of = {device.node.name: device for device in self.devices}
         self.node_of = {id(device): node for device, node in zip(self.devices, self.cluster.nodes, strict=True)}
         for device in self.devices:
@@ -80,6 +92,7 @@ class Simulation:
         self._wake_s = INFINITY  # when the controller will be woken
         self._sampler = Sampler(self.devices)
         self._striker = Striker(self)
+        self.operator = Operator(self)
         self._slicer = Slicer(self)
         self.on_one_thread = on_one_thread
         self._deadly = frozenset(deadly)
@@ -100,6 +113,10 @@ class Simulation:
         self._announce(0)
         for fault in self.faults:
             self.push(fault.at_s, MEMORY, self._striker.strike, fault)
+        for device in self.devices:
+            self.operator.offer_all(device, 0.0)
+        for operation in self.operations:
+            self.push(operation.at_s, REQUEST, self.operator.act, operation)
         self.push(0.0, SAMPLE, self._sample, None)
         heap = self._heap
         while heap:
@@ -131,7 +148,7 @@ class Simulation:
         arrival = self.arrivals[index]
         if not self.on_one_thread:
             self._announce(index + 1)
-        self.open += len(arrival.produced)
+        self.stories.open += len(arrival.produced)
         self.cluster.submit(submission_of(arrival), now)
         self.settle(now)
 
@@ -152,14 +169,16 @@ class Simulation:
         assert turn is not None
         if self._deadly and self._deadly & requests_of(turn):
             self._striker.kill(device, now)
-            if self.on_one_thread:
-                self._hear_all(now)
+            self.hear_all(now)
             return
-        cluster.turn_ended(node, now, *device.end(turn))
+        done, computed = device.end(turn)
+        if done and device.dies_telling:
+            self._striker.die_telling(device, done, computed, now)
+            return
+        cluster.turn_ended(node, now, done, computed)
         if cluster.outbox:
-            self._carry_out_all(now)
-        if self.on_one_thread:
-            self._hear_all(now)
+            self.carry_out_all(now)
+        self.hear_all(now)
         if device.durations.gap_s:
             self.push(now + device.durations.gap_s, TURN, self._choose, key)
         else:
@@ -179,7 +198,10 @@ class Simulation:
         else:
             self._unheard.append((handler, argument))
 
-    def _hear_all(self, now: float) -> None:
+    def hear_all(self, now: float) -> None:
+        """What happened during the turn that has ended."""
+        if not self.on_one_thread:
+            return
         self._is_hearing = True
         unheard, self._unheard = self._unheard, []
         for handler, argument in unheard:
@@ -207,7 +229,7 @@ class Simulation:
             self.result.gpu_instance_s += SAMPLE_EVERY_S * self._sampler.gpu_instances
         if self.on_sample is not None:
             self.on_sample(now)
-        if now + SAMPLE_EVERY_S <= self.horizon_s or self.open:
+        if now + SAMPLE_EVERY_S <= self.horizon_s or self.stories.open:
             self.push(now + SAMPLE_EVERY_S, SAMPLE, self._sample, None)
 
     # Carrying out what controller and nodes say
@@ -216,12 +238,12 @@ class Simulation:
         """Carry everything out, then start turns on the nodes that changed."""
         cluster = self.cluster
         if cluster.outbox:
-            self._carry_out_all(now)
+            self.carry_out_all(now)
         while cluster.touched and not self._is_hearing:
             node = next(iter(cluster.touched.values()))
             turn = cluster.next_turn(node, now)
             if cluster.outbox:
-                self._carry_out_all(now)
+                self.carry_out_all(now)
             if turn is not None:
                 device = self._device_of[node.name]
                 self._slicer.compute(device, turn, device.turn_s(turn), now)
@@ -230,7 +252,7 @@ class Simulation:
             self._wake_s = wake_s
             self.push(max(wake_s, now), TIMER, self._wake, wake_s)
 
-    def _carry_out_all(self, now: float) -> None:
+    def carry_out_all(self, now: float) -> None:
         outbox = self.cluster.outbox
         while outbox:
             self._carry_out(*outbox.popleft(), now)
@@ -238,9 +260,9 @@ class Simulation:
 
     def _carry_out(self, node: NodeRuntime | None, said: Output, now: float) -> None:
         if isinstance(said, RequestRejected):
-            self._refuse(said, now)
+            self.stories.refuse(said, now)
         elif isinstance(said, Failed):
-            self._end(said.work, Fate.FAILED, said.reason, now)
+            self.stories.end(said.work, Fate.FAILED, said.reason, now)
         elif isinstance(said, GiveUp | Kill):
             self._striker.obey(said, now)
         elif node is not None:  # else: no node is left, which each request was told
@@ -250,13 +272,12 @@ class Simulation:
         device = self._device_of[node.name]
         if isinstance(said, events.Enter):
             device.entered(said.instance, said.work)
-            self._entered(device, said.work, now)
+            self.stories.entered(device, said.instance, said.work, now)
         elif isinstance(said, events.Leave):
             device.left(said.instance, said.work)
         elif isinstance(said, events.Resumed):
             device.resumed(said.instance, said.work)
-            if said.work.last_token_s is not None:
-                self.records[said.work.id].paused_s += now - said.work.last_token_s
+            self.stories.resumed(said.work, now)
         elif isinstance(said, events.StartResize):
             duration = device.resize(said)
             if node.kind is DeviceKind.GPU:
@@ -299,42 +320,13 @@ class Simulation:
 
     # Records
 
-    def _entered(self, device: Device, work: Work, now: float) -> None:
-        """It can be computed. Before that it waited for its start, or had been interrupted since its last token."""
-        record = self.records[work.id]
-        if work.hold:
-            return  # it goes on elsewhere meanwhile
-        if work.last_token_s is None:
-            record.started_s = now
-        else:
-            latency = device.node.device.hostings[work.model].latency
-            record.paused_s += now - work.last_token_s + latency.prefill_s(work.pending_tokens)
-
     def _record(self, device: Device, said: Output, now: float) -> None:
         if isinstance(said, events.FirstToken):
-            record = self.records[said.work.id]
-            record.first_token_s = now
-            record.grace_s = said.grace_s
-            record.on_gpu = device.node.kind is DeviceKind.GPU
+            self.stories.first_token(device, said, now)
         elif isinstance(said, protocol.Finished):
-            self._end(said.request, Fate.FINISHED, "", now)
+            self.stories.end(said.request, Fate.FINISHED, "", now)
         elif isinstance(said, protocol.InstanceGone):
             device.forget(said.instance)
-
-    def _refuse(self, refused: RequestRejected, now: float) -> None:
-        unserved = Fate.REJECTED if refused.reason in ("hardware", "too_large") else Fate.DROPPED
-        self._end(refused.work, unserved if refused.work.produced == 0 else Fate.FAILED, refused.reason, now)
-
-    def _end(self, work: Work | RequestRecord, fate: Fate, reason: str, now: float) -> None:
-        record = self.records[work.id]
-        assert record.fate is None, f"request {work.id} ended twice: {record.fate}, then {fate}"
-        record.fate = fate
-        record.reason = reason
-        record.end_s = now
-        record.late_tokens = work.late_tokens
-        record.moves = work.moves
-        record.silence_s = work.silence_s
-        self.open -= 1
 
 
 def submission_of(arrival: Arrival) -> Submission:
@@ -349,13 +341,3 @@ def submission_of(arrival: Arrival) -> Submission:
         arrival.goes_first,
         arrival.output_tokens,
     )
-
-
-def _records(arrivals: Sequence[Arrival]) -> list[Record]:
-    """One for each choice, numbered as the controller numbers them."""
-    records: list[Record] = []
-    for one in arrivals:
-        for _ in one.produced:
-            records.append(Record(len(records), one.model, one.arrival_s, one.input_tokens, one.output_tokens))
-            records[-1].is_best_effort = one.is_best_effort
-    return records

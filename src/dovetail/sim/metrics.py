@@ -16,6 +16,7 @@ class Fate(StrEnum):
     DROPPED = "dropped"  # no place before its token was due
     REJECTED = "rejected"  # nothing here can ever serve it
     FAILED = "failed"  # it was running and could not be saved
+    ABORTED = "aborted"  # its client went away
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ that are small for the load, requests of every kind that clients send, and a ser
 
 from __future__ import annotations
 
+from itertools import count
 from random import Random
 
 from dovetail.cluster.retry import RetryRule
@@ -18,6 +19,7 @@ from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise, PredictedDurations
 from dovetail.sim.faults import draw_faults
 from dovetail.sim.kv_blocks import KvBlocks, Text
+from dovetail.sim.operations import draw_operations, draw_preparations
 from dovetail.sim.setup import INSTANCE_IDS
 from dovetail.sim.trace import Arrival
 from dovetail.sim.workload import Workload, generate
@@ -64,9 +66,13 @@ def build_server_storm(seed: int, log: EventLog | None = None) -> Simulation:
         node = Node(f"{kind.value}-{index}", kind, memory, hostings, composition, first_instance=first, prefixes=blocks)
         devices.append(Device(node, dict(enumerate(lengths)), PredictedDurations(IN_PLACE_RESIZE, noise)))
         devices[-1].blocks = blocks
+        devices[-1].catalogue = hostings
+        devices[-1].drafts = _draw_drafts(Random(f"drafts {seed}"))
     horizon_s = arrivals[-1].arrival_s
     faults = draw_faults(rng, rng.randrange(0, 13), nodes, horizon_s + 10)
     is_alone = nodes == 1 and seed % 2 == 0
+    others = Random(f"operations {seed}")
+    operations = draw_operations(others, _choices(arrivals), workload.models, nodes, horizon_s)
     retry, deadly = _draw_losses(Random(f"losses {seed}"), len(lengths))
     return Simulation(
         devices,
@@ -79,7 +85,20 @@ def build_server_storm(seed: int, log: EventLog | None = None) -> Simulation:
         retry=retry,
         deadly=deadly,
         hang_s=Random(f"hang {seed}").choice((4.0, 30.0)),
+        operations=operations,
+        preparations=draw_preparations(others, len(lengths)),
+        are_viewed=others.random() < 0.5,
     )
+
+
+def _draw_drafts(rng: Random) -> Random | None:
+    return rng if rng.random() < 0.25 else None
+
+
+def _choices(arrivals: list[Arrival]) -> list[tuple[float, tuple[int, ...]]]:
+    """When each comes, and the numbers of its choices."""
+    numbers = count()
+    return [(one.arrival_s, tuple(next(numbers) for _ in one.produced)) for one in arrivals]
 
 
 def _draw_losses(rng: Random, requests: int) -> tuple[RetryRule, list[int]]:

@@ -196,7 +196,7 @@ def check_end(simulation: Simulation) -> None:
     """Every request ended exactly once (the driver asserts that none ends twice), and all memory came back."""
     open_requests = [record.id for record in simulation.records if record.fate is None]
     assert not open_requests, f"requests {open_requests} never ended"
-    assert simulation.open == 0, f"{simulation.open} requests counted as open"
+    assert simulation.stories.open == 0, f"{simulation.stories.open} requests counted as open"
     controller = simulation.cluster.controller
     assert not controller.queued, "the controller still queues requests"
     assert not len(controller.migrations), "requests are still moving"

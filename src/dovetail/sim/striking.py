@@ -8,6 +8,7 @@ from dovetail import logschema
 from dovetail.cluster.decisions import GiveUp, Kill
 from dovetail.cluster.liveness import DOUBT_S
 from dovetail.cluster.retry import Loss
+from dovetail.node.events import Computed
 from dovetail.policy.work import Work
 from dovetail.pulse import LOOK_S
 from dovetail.sim.device import Device, requests_of
@@ -90,6 +91,16 @@ class Striker:
         self._die(device, RESTART_S, now)
         self._sim.settle(now)
 
+    def die_telling(self, device: Device, done: list[int], computed: Computed, now: float) -> None:
+        """Tokens and what follows from them are two messages: these have their last ones, and no more is heard."""
+        handle = self._sim.cluster.handles[device.node.name]
+        handle.has_no_notices = True
+        self._sim.cluster.turn_ended(self._sim.node_of[id(device)], now, done, computed)
+        self._sim.carry_out_all(now)
+        self.kill(device, now)
+        handle.has_no_notices = False
+        self._sim.hear_all(now)
+
     def _die(self, device: Device, duration_s: float, now: float) -> None:
         suspects = self._suspects(device)
         device.die()
@@ -114,6 +125,9 @@ class Striker:
 
     def _recover(self, now: float, device: Device) -> None:
         device.node.device.up = True
+        self._sim.operator.offer_all(device, now)
+        self._sim.cluster.settle(now)
+        self._sim.settle(now)
 
     # Partitions
 
@@ -149,6 +163,7 @@ class Striker:
         device.die()
         self._sim.node_of[id(device)].fail()
         device.node.device.up = True
+        self._sim.operator.offer_all(device, now)
         self._sim.cluster.heal(device.node.name, now)
         self._sim.settle(now)
 
@@ -173,5 +188,6 @@ class Striker:
 
     def _join(self, now: float, device: Device) -> None:
         device.node.device.up = True
+        self._sim.operator.offer_all(device, now)
         self._sim.cluster.join(device.node.name, now)
         self._sim.settle(now)
