@@ -12,7 +12,7 @@ from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Decision, How, Moving, Placed, Queued, RequestRejected
 from dovetail.cluster.local import LocalNode
 from dovetail.cluster.request import RequestState
-from dovetail.cluster.starting import MAX_CANDIDATES
+from dovetail.cluster.start_order import MAX_CANDIDATES
 from dovetail.node.node import Node
 from dovetail.node.protocol import Evicted
 from dovetail.node.runtime import NodeRuntime

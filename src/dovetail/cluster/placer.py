@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import msgspec
 
 from dovetail.cluster.asking import Ask, Asking
-from dovetail.cluster.decisions import Displace, How, Placed, Warmed
+from dovetail.cluster.decisions import How, Placed, Warmed
 from dovetail.cluster.handle import KnownInstance, NodeHandle
 from dovetail.cluster.request import Search
-from dovetail.cluster.starting import MAX_LOOKS, StartOrder, start, start_or_make_way
+from dovetail.cluster.start_order import MAX_LOOKS, StartOrder
 from dovetail.node import protocol
 from dovetail.node.protocol import Accepted, Refused, Victim
 from dovetail.policy.compositions import Composition
@@ -87,33 +87,9 @@ class Placer:
     def node_of(self, name: str) -> NodeHandle | None:
         return next((node for node in self.nodes if node.name == name), None)
 
-    def seek(self, search: Search) -> Asking[Placed | Displace | None]:
-        placed = yield from self.join(search)
-        placed = placed or (yield from self._preempt(search))
-        return placed or (yield from start_or_make_way(self, search))
-
-    def fill_gaps(self, search: Search, *, may_start: bool) -> Asking[Placed | None]:
-        """For best effort: where nobody else has work, on an instance that is there or on a new one; else in gaps that
-        others leave, and on a new one only if the model has none."""
-        busy = self._busy()
-        if may_start and all(view.node.name in busy for view in self._by_model[search.work.model]):
-            nodes = [node for node in self.window(search.record) if node.name not in busy]
-            placed = yield from start(self, search, nodes)
-            if placed is not None:
-                return placed
-        placed = yield from self.join(search)
-        if placed is None and may_start and not self.num_open(search.work.model):
-            placed = yield from start(self, search, self.window(search.record))
-        return placed
-
-    def _busy(self) -> set[str]:
+    def busy(self) -> set[str]:
         """Nodes where somebody has work who is waited for."""
         return {view.node.name for view in self._instances.values() if view.batch}
-
-    def come_back(self, search: Search) -> Asking[Placed | None]:
-        """A place without making room for it."""
-        placed = yield from self.join(search)
-        return placed or (yield from start(self, search, self.window(search.record)))
 
     def warm(self, model: str) -> Asking[Warmed]:
         """An instance of the model, where a start would be tried first; one that is there will do."""
@@ -133,6 +109,10 @@ class Placer:
         """The node offers the model, or offers it in another way than before."""
         self._weights_tokens.pop(model, None)
         self.starts.offered(node, model, offer)
+
+    def instances_of(self, model: str) -> Sequence[KnownInstance]:
+        """Those that take work."""
+        return self._by_model[model]
 
     def num_open(self, model: str) -> int:
         """Instances of the model that take work."""
@@ -230,12 +210,12 @@ class Placer:
             views = self._order.rank([view for view in views if not view.fills_gaps], turn)
             return [*views, *spare]
         if work.is_best_effort and len(views) > 1:
-            busy = self._busy()
+            busy = self.busy()
             free = self._order.rank([view for view in views if view.node.name not in busy], turn)
             return [*free, *self._order.rank([view for view in views if view.node.name in busy], turn)]
         return self._order.rank(views, turn)
 
-    def _preempt(self, search: Search) -> Asking[Placed | None]:
+    def preempt(self, search: Search) -> Asking[Placed | None]:
         """S9: make room for an instance of the model by moving a smaller neighbour's requests elsewhere."""
         considered = search.num_checked = 0
         for view in search.crowded:

@@ -11,6 +11,7 @@ from dovetail.cluster.decisions import Decision, Displace, Extended, Moving, Pla
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.placer import Placer, Unwanted
 from dovetail.cluster.request import RequestState, Search
+from dovetail.cluster.starting import come_back, fill_gaps, seek
 from dovetail.cluster.waiting import RETRY_S, Ends, WaitingRoom
 from dovetail.node import protocol
 from dovetail.policy.compositions import Composition
@@ -107,12 +108,12 @@ class Seeker:
             try:
                 if work.is_best_effort:
                     may_start = self.now_s >= self._crowded_until_s
-                    placed = yield from self.placer.fill_gaps(search, may_start=may_start)
+                    placed = yield from fill_gaps(self.placer, search, may_start=may_start)
                 elif self.now_s < work.waits_for_room_s:
                     placed = yield from self.placer.join(search)
                 else:
                     work.waits_for_room_s = 0.0
-                    placed = yield from self.placer.seek(search)
+                    placed = yield from seek(self.placer, search)
             except Unwanted:
                 return
             if search.is_over:
@@ -209,7 +210,7 @@ class Seeker:
             search.changed()
         for _ in range(MAX_TAKEN_BACK):
             search.refusals.clear()
-            placed = yield from self.placer.come_back(search)
+            placed = yield from come_back(self.placer, search)
             if placed is not None:
                 return placed
             if Refusal.MEMORY not in search.refusals:
