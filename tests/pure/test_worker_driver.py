@@ -321,6 +321,25 @@ def test_an_iteration_begun_in_vain_leaves_nothing_behind() -> None:
     assert rig.executors[0].num_discarded > 0
 
 
+def test_an_iteration_begun_ahead_is_taken_up_though_a_prompt_has_come() -> None:
+    """Whoever came waits for its end in any case."""
+    rig = Rig("a", is_pipelined=True, floor_tokens=2000, max_kv_tokens=8000, memory=100_000_000)  # no pool grows
+    rig.submit("r", "a", tokens=120)
+    rig.finish_load()
+    executor = rig.executors[0]
+    for number in range(5):
+        before = executor.num_ahead
+        while executor.num_ahead < before + 5:
+            rig.step()
+        rig.submit(f"joins{number}", "a", prompt=30, tokens=5)
+    while not rig.events.get(("joins4", 0)):
+        rig.step()
+    assert executor.num_discarded == 0
+    rig.run()
+    assert rig.tokens("r") == expected("r", tokens=120)
+    assert all(rig.tokens(f"joins{number}") == expected(f"joins{number}", 30, 5) for number in range(5))
+
+
 def test_an_iteration_that_breaks_takes_the_one_begun_after_it_along() -> None:
     rig = Rig("a", is_pipelined=True)
     third = expected("r", tokens=50)[2]

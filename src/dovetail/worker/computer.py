@@ -58,6 +58,8 @@ class TurnComputer:
         else:
             finished, computed = self._decode(runner, turn)
         self._home.turn_ended(self._clock(), finished, computed)
+        if runner.has_begun_next and turn.instance.running:  # whoever came meanwhile waits for it in any case
+            self._home.node.turns.joined(turn.instance)
 
     def _compute_prompts(self, runner: ModelRunner, turn: events.Turn) -> tuple[list[int], events.Computed]:
         """In as many iterations as that takes."""

@@ -137,6 +137,11 @@ class ModelRunner:
             self.speculator.observe(turn, outcome)
         return self._forget(self.scheduler.complete(outcome))
 
+    @property
+    def has_begun_next(self) -> bool:
+        """What is likely to be next is being computed already."""
+        return self._ahead is not None
+
     def lacks_rows(self, sequences: Several[Sequence], drafts: Mapping[int, Several[int]]) -> bool:
         """Whether the embedding has not all rows of their tokens yet; those that are missing come next."""
         late = self._arriving.late_rows if self._arriving is not None else None
