@@ -11,7 +11,7 @@ decoding, with the block tables that decoding has, chunks by the one for prompts
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,7 @@ _LENGTHS = (
 _MOST_CHUNKS, _MOST_BESIDE = 32, 8  # in one graph; beside rows that decode
 _SINGLES = (32, 128)  # rows that decode, up to which graphs are shared; and all others
 _EAGER_WORK = 6e12  # tokens · parameters: a longer chunk keeps the device busy while its kernels are launched
+_EAGER_BESIDE = 9e12  # the same beside rows that decode, for which the host has more to prepare
 _NO_ROW = -1  # as a length
 
 AnyArray = Any  # a tensor, or an array of the host's
@@ -88,11 +89,12 @@ class ChunkSteps:
     ) -> None:
         self._model, self._cache, self._scratch, self._steps = model, cache, scratch, steps
         self._table, self._width, self._num_processors = table, table.on_device.shape[1], num_processors
-        most = _EAGER_WORK / model.spec.num_parameters()
-        self._buckets = [size for size in _LENGTHS if size <= most]
+        parameters = model.spec.num_parameters()
+        self._buckets = [size for size in _LENGTHS if size <= _EAGER_WORK / parameters]
+        self._buckets_beside = [size for size in _LENGTHS if size <= _EAGER_BESIDE / parameters]
         self._singles = [0, *(size for size in _SINGLES if size < max_batch), max_batch]
         self._tile = prefill_tile(model.spec.head_dim)
-        longest = self._buckets[-1] if self._buckets else 0
+        longest = self._buckets_beside[-1] if self._buckets_beside else 0
         largest = ChunkKind(longest, _MOST_CHUNKS, max_batch)  # and more than any has
         self._host = torch.zeros(sum(self._sizes(largest)), dtype=torch.int32, pin_memory=True)
         self._inputs = torch.zeros_like(self._host, device=cache.device)
@@ -102,7 +104,8 @@ class ChunkSteps:
     def kind_of(self, rows: ChunkRows) -> ChunkKind | None:
         """None: no graph has room for them."""
         total = len(rows.singles) + sum(row.count for row in rows.chunks)
-        bucket = next((size for size in self._buckets if size >= total), None)
+        buckets = self._buckets_beside if rows.singles else self._buckets
+        bucket = next((size for size in buckets if size >= total), None)
         singles = next((size for size in self._singles if size >= len(rows.singles)), None)
         most = _MOST_BESIDE if singles else _MOST_CHUNKS
         if bucket is None or singles is None or len(rows.chunks) > most:
@@ -127,7 +130,18 @@ class ChunkSteps:
     @property
     def mixed_kinds(self) -> list[ChunkKind]:
         """As many as have all kernels of those beside rows that decode between them."""
-        return [ChunkKind(bucket, _MOST_BESIDE, most) for bucket in self._buckets[-1:] for most in self._singles[1:]]
+        longest = self._buckets_beside[-1:]
+        return [ChunkKind(bucket, _MOST_BESIDE, most) for bucket in longest for most in self._singles[1:]]
+
+    @property
+    def kinds_beside(self) -> list[ChunkKind]:
+        """All of those."""
+        return [
+            ChunkKind(bucket, _MOST_BESIDE, most)
+            for fewer, most in pairwise(self._singles)
+            for bucket in self._buckets_beside
+            if bucket > fewer + 1
+        ]
 
     def run_empty(self, kind: ChunkKind, model: CudaModel) -> None:
         """Kernel by kernel, for no prompt."""

@@ -64,7 +64,7 @@ def graphs_ahead(model: CudaModel, dtype: torch.dtype, decode: DecodeSteps, chun
         for splits in (False, True):
             yield decode.capture(bucket, splits=splits, greedily=True)
             yield decode.capture(bucket, splits=splits, greedily=False)
-    for kind in chunk.kinds:
+    for kind in [*chunk.kinds, *chunk.kinds_beside]:
         yield chunk.capture(kind)
     for shape in model.attention_shapes():
         for length in LENGTHS:
