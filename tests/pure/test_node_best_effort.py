@@ -243,3 +243,15 @@ def test_who_had_enough_in_gaps_has_no_further_share_beside_answers() -> None:
     running(node, make_work(2, "a", 64, arrival_s=6.0), 6.0)
     turns = run(node, 6.0, 9.0)
     assert not any(turn.is_best_effort for turn in turns)
+
+
+def test_its_prompts_are_computed_while_answers_of_the_same_model_go_on() -> None:
+    """A decode in which it rode is its turn: then a prompt of its own is next."""
+    node = make_node(hosting=HOSTING, composition=SERVED)
+    running(node, make_work(99, "a", 64))
+    waiting = [spare_work(number) for number in range(2)]
+    for work in waiting:
+        assert isinstance(place(node, work), int)
+    run(node, 0.0, 6.0)
+    assert not node.instances[0].patient, "all of them were computed"
+    assert all(produced(node, work) > 1 for work in waiting)

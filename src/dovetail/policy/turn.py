@@ -112,6 +112,8 @@ def advance(
         lane.spared_s, lane.has_spared_prompt = now, bool(turn.prompts)
     else:
         lane.turn_ended(seconds, now, turn.rows, prompts=bool(turn.prompts), decodes=turn.decodes)
+        if turn.decodes and lane.riding:  # best effort had its tokens: prompts of its own come next
+            lane.has_spared_prompt = False
     if turn.decodes:
         lane.decoded(now, turn.rows)
     for share in turn.prompts:
