@@ -14,7 +14,7 @@ from dovetail.node.events import Computed, Turn
 from dovetail.node.feedback import ENOUGH, TIMINGS_TURNS, LatencyFeedback, Observation
 from dovetail.node.underway import Underway
 from dovetail.policy.headroom import Refusal
-from dovetail.policy.latency import Curve, LatencyModel
+from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.parts import Share
 from dovetail.profiles.live import LiveLatency
 
@@ -89,3 +89,25 @@ def test_the_log_says_how_long_turns_took_beside_what_was_expected() -> None:
     assert set(line["took_s"]) == {"decode_beside_load", "decode_beside_load/4"}
     assert line["took_s"]["decode_beside_load"] == pytest.approx(TIMINGS_TURNS * 2 * expected)
     assert line["expected_s"]["decode_beside_load/4"] == pytest.approx(TIMINGS_TURNS * expected)
+
+
+def test_what_a_prompt_takes_beside_running_requests_is_learnt_without_reading_their_contexts() -> None:
+    feedback, _, _ = make_feedback()
+    rows = [(length, Curve([(1, 0.004 + 4e-6 * length), (64, 0.004 + 2e-4 * length)])) for length in (64, 4096)]
+    base = LatencyModel(Curve([(1, 0.005), (1024, 0.030)]), Surface(rows))
+    latency = LiveLatency(base)
+    node = make_node("a", hosting=replace(make_hosting(weight_gib=1.0, kv_kib=16), latency=latency))
+    running, work = make_work(0, "a", 1000, ttft_s=60.0), make_work(1, "a", 96, ttft_s=60.0)
+    for one in (running, work):
+        answer = node.join(0, one, 0.0) if node.instances else node.start(one, 0.0)
+        assert not isinstance(answer, Refusal)
+    instance = node.instances[0]
+    instance.waiting.remove(running)
+    instance.join(running)
+    turn = Turn(instance, (Share(work, 0, 96),))
+    takes_s = 1.5 * base.prefill_s(97) + base.reading_s(1, 1000)
+    for _ in range(40):
+        feedback.observe(Underway(turn, 0.0), Computed(), 0.0, takes_s, is_beside_load=False)
+    assert latency.prefill_s(97) == pytest.approx(1.5 * base.prefill_s(97), rel=0.02)
+    assert latency.decode_s(1, 1000) == base.decode_s(1, 1000)
+    assert turn.seconds(latency) == pytest.approx(takes_s, rel=0.02)

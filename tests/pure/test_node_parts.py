@@ -12,9 +12,9 @@ from sim_builders import end_turn, make_hosting, make_node, make_work, serve_mem
 
 from dovetail.node.events import Turn
 from dovetail.node.node import Node
-from dovetail.policy.compositions import Composition
+from dovetail.policy.compositions import SERVED, Composition
 from dovetail.policy.headroom import Refusal
-from dovetail.policy.latency import Curve, LatencyModel, Surface, prompts_s
+from dovetail.policy.latency import Curve, LatencyModel, Surface, mixed_s, prompts_s
 from dovetail.policy.parts import FEWEST_TOKENS, SMOOTH_TOKENS, part_limit_s, saves, split_s, tokens_within
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.work import Work
@@ -239,3 +239,39 @@ def test_an_answer_that_takes_longer_than_a_silence_may_last_goes_on_all_the_sam
     resumed = make_work(0, "a", 64, ttft_s=60.0, tpot_s=8.0)
     resumed.produced, resumed.is_strict = 5, False
     assert isinstance(node.start(resumed, 0.0), int)
+
+
+@pytest.mark.parametrize("kind", list(DeviceKind))
+@pytest.mark.parametrize(("ttft_s", "has_time"), [(8.0, True), (0.5, False)], ids=["unhurried", "in a hurry"])
+def test_a_server_mixes_decodes_with_prompts_that_have_time_on_gpus(
+    kind: DeviceKind, ttft_s: float, has_time: bool
+) -> None:
+    """A token of those who run comes with each part, in no longer than the two would take one after the other."""
+    hosting = make_hosting(prefill_s_per_k=1.0, in_place=kind is DeviceKind.CPU)
+    node = make_node(kind=kind, hosting=hosting, composition=SERVED)
+    first = running(node, make_work(0, ttft_s=4.0))
+    second = make_work(1, input_tokens=300, ttft_s=ttft_s)
+    assert node.join(0, second, 0.0) is None
+    serve_memory(node, 0.0)
+    turns = turns_until(node, second, 0.0)
+    prompts = [turn for _, turn in turns if turn.prompts]
+    mixed = [turn for turn in prompts if turn.decodes]
+    assert len(mixed) == (len(prompts) if has_time and kind is DeviceKind.GPU else 0)
+    if mixed:
+        assert mixed == [turn for _, turn in turns]
+        assert node.instances[0].produced(first) == 1 + len(turns)
+
+
+def test_a_prompt_beside_running_requests_takes_less_than_one_after_the_other() -> None:
+    """Milliseconds of the 8B shape on an H200: docs/measurements/gpu.md."""
+    contexts = {
+        256: {1: 4.22, 8: 4.82, 32: 5.01, 128: 6.83, 256: 9.58},
+        1024: {1: 4.14, 8: 5.07, 32: 5.76, 128: 9.81, 256: 15.5},
+    }
+    rows = [(float(length), Curve([*points.items()])) for length, points in contexts.items()]
+    latency = LatencyModel(Curve([(128, 5.6), (1024, 25.6), (3900, 98.3)]), Surface(rows))
+    measured = {(32, 128): 6.6, (32, 512): 15.5, (128, 128): 9.4, (128, 256): 12.0, (250, 256): 15.85}
+    for (batch, tokens), ms in measured.items():
+        expected = mixed_s(latency, batch, 256 * batch, [(0, tokens)])
+        assert expected == pytest.approx(ms, rel=0.12)
+        assert ms * 0.95 < expected <= latency.decode_s(batch, 256 * batch) + latency.prefill_s(tokens)

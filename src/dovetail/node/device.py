@@ -153,7 +153,7 @@ def turn_rule(kind: DeviceKind, composition: Composition) -> TurnRule:
         turns.guard_decodes,
         turns.part_s,
         turns.pack_prompts,
-        turns.mix_decodes,
+        turns.mix_decodes and kind is not DeviceKind.CPU,
         turns.smooth_answers,
         splits,
         turns.max_stall if splits and kind is DeviceKind.CPU else INFINITY,

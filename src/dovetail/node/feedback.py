@@ -10,6 +10,7 @@ from dovetail import logschema
 from dovetail.eventlog import EventLog
 from dovetail.node.events import Computed
 from dovetail.node.underway import Underway
+from dovetail.policy.latency import prompts_s
 from dovetail.profiles.live import LiveLatency
 from dovetail.profiles.timings import TurnTimings, kind_of
 
@@ -61,13 +62,17 @@ class LatencyFeedback:
         took_s = now - underway.started_s - computed.drafting_s + (gap_s if computed.was_ahead else 0.0)
         instance, prompts = turn.instance, turn.prompts
         latency = instance.hosting.latency
-        if not isinstance(latency, LiveLatency) or (prompts and turn.decodes):
-            return  # both at once tell of neither
+        if not isinstance(latency, LiveLatency):
+            return
         batch, tokens = len(turn.decoding), turn.decoded_tokens
         if prompts:
-            batch, tokens = 0, sum(share.tokens for share in prompts)
+            parts = [(share.start, share.tokens) for share in prompts]
+            if batch:  # a prompt of so many tokens more, beside reading the contexts of those who run
+                took_s -= latency.reading_s(batch, tokens)
+                parts.append((0, batch))
+            batch, tokens = 0, sum(count for _, count in parts)
             # Without what lay before them, by what was known before anything was learned: else it learns from itself.
-            took_s *= latency.base.prefill_s(tokens) / turn.seconds(latency.base)
+            took_s *= latency.base.prefill_s(tokens) / prompts_s(latency.base, parts)
         elif batch and draft_rows:
             batch, tokens = batch + draft_rows, tokens + draft_rows * tokens // batch
         if batch or prompts:  # else everyone left during the turn

@@ -117,6 +117,7 @@ SERVED = Composition().having(
     pack_prompts=True,
     smooth_answers=True,
     split_decodes=True,
+    mix_decodes=True,
     max_stall=2.0,
     instances=ConsolidatingOnBoth,
 )

@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.lane import Lane, is_spare
-from dovetail.policy.latency import Latency, prompt_s, prompts_s
+from dovetail.policy.latency import Latency, mixed_s, prompt_s, prompts_s
 from dovetail.policy.parts import Share
 
 LaneT = TypeVar("LaneT", bound=Lane)
@@ -50,9 +50,9 @@ class Iteration(NamedTuple, Generic[LaneT]):
     def seconds(self, latency: Latency) -> float:
         """What it should take."""
         decoding = self.decoding
-        decode_s = latency.decode_s(len(decoding), self.decoded_tokens) if decoding else 0.0
         if not self.prompts:
-            return decode_s
-        if len(self.prompts) == 1:
-            return decode_s + prompt_s(latency, self.prompts[0].start, self.prompts[0].tokens)
-        return decode_s + prompts_s(latency, [(share.start, share.tokens) for share in self.prompts])
+            return latency.decode_s(len(decoding), self.decoded_tokens) if decoding else 0.0
+        if len(self.prompts) == 1 and not decoding:
+            return prompt_s(latency, self.prompts[0].start, self.prompts[0].tokens)
+        parts = [(share.start, share.tokens) for share in self.prompts]
+        return mixed_s(latency, len(decoding), self.decoded_tokens, parts) if decoding else prompts_s(latency, parts)

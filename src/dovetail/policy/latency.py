@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 GIB = 1024**3
 MOST_KNOWN = 8192  # lengths whose time is remembered
+LONGER = 2048  # tokens: over so many more a decode is looked at to see what contexts cost
 
 
 class PrefillSample(NamedTuple):
@@ -106,6 +107,10 @@ class Latency(Protocol):
 
     def decode_s(self, batch: int, total_tokens: int) -> float: ...
 
+    def reading_s(self, batch: int, total_tokens: int) -> float:
+        """What of a decode is reading its contexts."""
+        ...
+
 
 def prompts_s(latency: Latency, parts: Sequence[tuple[int, int]]) -> float:
     """One iteration of parts of prompts, (tokens before it, tokens of it) each: what one prompt of so many tokens
@@ -117,6 +122,15 @@ def prompts_s(latency: Latency, parts: Sequence[tuple[int, int]]) -> float:
         if start:
             total_s += latency.attending_s(start, count)
     return total_s
+
+
+def mixed_s(latency: Latency, batch: int, total_tokens: int, parts: Sequence[tuple[int, int]]) -> float:
+    """One iteration of parts of prompts and of a token for each of so many running requests: what a prompt of so many
+    tokens more takes, and reading their contexts. No more than one after the other."""
+    apart_s = latency.decode_s(batch, total_tokens) + prompts_s(latency, parts)
+    together_s = latency.prefill_s(batch + sum(count for _, count in parts)) + latency.reading_s(batch, total_tokens)
+    together_s += sum(latency.attending_s(start, count) for start, count in parts if start)
+    return min(together_s, apart_s)
 
 
 def prompt_s(latency: Latency, start: int, count: int) -> float:
@@ -157,6 +171,11 @@ class LatencyModel:
         if at is None:
             at = self._decodes[batch] = self.decode.of(batch).at
         return at(total_tokens / batch)
+
+    def reading_s(self, batch: int, total_tokens: int) -> float:
+        """By what a decode takes longer with contexts that are longer: short ones are not measured apart."""
+        more_s = self.decode_s(batch, total_tokens + batch * LONGER) - self.decode_s(batch, total_tokens)
+        return max(more_s, 0.0) * total_tokens / (batch * LONGER)
 
 
 def fit_prefill(samples: Iterable[PrefillSample]) -> Curve:

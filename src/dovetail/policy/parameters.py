@@ -33,7 +33,9 @@ class TurnParameters:
     # With split_decodes, on CPUs: a long iteration stops between two layers and lets others' answers go on, which wait
     # for so many of their token times. inf: it does not stop.
     max_stall: float = float("inf")
-    mix_decodes: bool = False  # with part_s: running requests of the model have a token in the same iteration
+    # With part_s, on GPUs: running requests of the model have a token in the same iteration; with smooth_answers, of
+    # prompts that have time.
+    mix_decodes: bool = False
     best_effort_s: float = 0.05  # about so long is a turn of best effort, for which whoever comes waits
     ride: float = 0.15  # an iteration may take so much longer by best effort that rides along
     reserve: float = 0.05  # of the time is best effort's in any case; 0 = it is strictly last

@@ -208,15 +208,15 @@ def _in_parts(device: DeviceSnapshot[LaneT], chosen: LaneT, now: float) -> Itera
     if rule.in_rounds and (first := chosen.waiting[0]).is_resuming:
         has_waited = bool(first.hold and chosen.running) and now - chosen.spoke_s >= chosen.batch_s()
         return Iteration(chosen) if has_waited else Iteration(chosen, _resuming(device, chosen), decodes=False)
-    split = chosen.splitting_s()
+    split, mixes = chosen.splitting_s(), _mixes(device, chosen, now)
     limit_s = part_limit_s(rule.part_s, split)
     if rule.in_rounds and chosen.running and _have_time(chosen, now):
         decode_s = chosen.decode_s()
-        if now - chosen.spoke_s >= decode_s:
+        if not mixes and now - chosen.spoke_s >= decode_s:
             return Iteration(chosen)
         shortest_s = SMOOTH_LIMIT * split if len(chosen.waiting) == 1 else limit_s  # together they take less
         limit_s = min(limit_s, max(decode_s, shortest_s))
-    return _part_of(device, chosen, now, limit_s)
+    return _part_of(device, chosen, now, limit_s, mixes=mixes)
 
 
 def _in_rounds(device: DeviceSnapshot[LaneT], candidates: Sequence[LaneT], now: float) -> Iteration[LaneT] | None:
@@ -227,26 +227,42 @@ def _in_rounds(device: DeviceSnapshot[LaneT], candidates: Sequence[LaneT], now: 
     prompting = [one for one in candidates if one.waiting]
     prompter = min(prompting, key=lambda one: one.urgent_prefill_s(one.waiting[0]), default=None)
     if prompter is not None and may_compute(seats[prompter], answering, device.parted_s):
+        if prompter in device.almost:
+            return None
         seconds = part_between_s(seats[prompter], answering, rule.part_s, prompter.splitting_s())
-        return None if prompter in device.almost else _part_of(device, prompter, now, seconds)
+        return _part_of(device, prompter, now, seconds, mixes=_mixes(device, prompter, now))
     if not answering:
         return None
     chosen = next_to_answer(answering, now).lane
     return None if chosen in device.almost else decode_of(device, chosen, now)
 
 
-def _part_of(device: DeviceSnapshot[LaneT], prompter: LaneT, now: float, limit_s: float) -> Iteration[LaneT]:
+def _mixes(device: DeviceSnapshot[LaneT], lane: LaneT, now: float) -> bool:
+    """Whether its running requests have a token in the iteration of its prompts: all of them, and where these have
+    time, for it takes longer by that."""
+    if not (device.rule.mixes_decodes and lane.running):
+        return False
+    return not device.rule.in_rounds or (_have_time(lane, now) and decode_of(device, lane, now).rows is None)
+
+
+def _part_of(
+    device: DeviceSnapshot[LaneT], prompter: LaneT, now: float, limit_s: float, *, mixes: bool
+) -> Iteration[LaneT]:
     """As much of its first prompt as can be computed before the running requests of anybody have to go on, and in
-    so long; a decode of those who would be late even so."""
+    so long; a decode of those who would be late even so. Others wait no longer for it if it mixes."""
     first, decoding = prompter.waiting[0], {one: one.decode_s() for one in device.ready if one.running}
     limit_s = stretched_s(limit_s, prompter.at_once_s(first, first.start), prompter.lost_s())
     begins_s, strictest = _begins(decoding, now)
+    part_s = least_s(prompter.hosting.latency, first.start, first.uncomputed_tokens) * prompter.overestimate
     if strictest is not None:
         remaining_s = prompter.left_s(first, first.start)
-        part_s = least_s(prompter.hosting.latency, first.start, first.uncomputed_tokens) * prompter.overestimate
         if is_overtaken(now, part_s, prompter.latest_prefill_s(first, remaining_s), begins_s):
             return decode_of(device, strictest, now)
-    return _of_parts(device, prompter, min(limit_s, begins_s - now), now)
+    seconds = min(limit_s, begins_s - now)
+    if mixes and len(decoding) > 1:
+        mixes = seconds >= part_s + prompter.batch_s()
+        seconds -= prompter.batch_s() if mixes else 0.0
+    return Iteration(prompter, _shares(device, prompter, seconds, now), decodes=mixes)
 
 
 def _begins(decoding: Mapping[LaneT, float], now: float) -> tuple[float, LaneT | None]:
@@ -257,13 +273,6 @@ def _begins(decoding: Mapping[LaneT, float], now: float) -> tuple[float, LaneT |
         return INFINITY, None
     begins_s = begins_by_s([(must_s, decoding[one]) for one, must_s in in_time.items()])
     return begins_s, min(in_time, key=in_time.__getitem__)
-
-
-def _of_parts(device: DeviceSnapshot[LaneT], lane: LaneT, seconds: float, now: float) -> Iteration[LaneT]:
-    decodes = device.rule.mixes_decodes and bool(lane.running)
-    if decodes:
-        seconds -= lane.decode_s()
-    return Iteration(lane, _shares(device, lane, seconds, now), decodes)
 
 
 def _shares(device: DeviceSnapshot[LaneT], lane: LaneT, seconds: float, now: float) -> tuple[Share, ...]:

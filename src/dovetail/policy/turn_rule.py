@@ -17,7 +17,9 @@ class TurnRule:
     guards_decodes: bool = False  # a prompt may let running requests of its model go first
     part_s: float = INFINITY  # prompts are computed in parts of about so long; INFINITY: whole
     packs_prompts: bool = False  # several of them in one iteration where that saves time
-    mixes_decodes: bool = False  # running requests have a token in the same iteration: played one after the other
+    # Running requests have a token in the iteration of a chunk that has time: played one after the other, which takes
+    # longer.
+    mixes_decodes: bool = False
     smooths_answers: bool = False  # models that answer take turns, see `policy.rounds`
     splits_decodes: bool = False  # and long iterations are of some rows: played whole, which nobody's turn is later for
     max_stall: float = INFINITY  # turns stop for others' answers: played without, and left out where that would be late

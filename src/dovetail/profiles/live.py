@@ -63,6 +63,10 @@ class LiveLatency:
         size = (_rows(batch), _size(total_tokens // batch))
         return self.base.decode_s(batch, total_tokens) * self._factor(size, self._decode)
 
+    def reading_s(self, batch: int, total_tokens: int) -> float:
+        size = (_rows(batch), _size(total_tokens // batch))
+        return self.base.reading_s(batch, total_tokens) * self._factor(size, self._decode)
+
     def observe_prefill(self, tokens: int, seconds: float) -> float:
         """Learn from it; returns what `base` expected."""
         self.version += 1
