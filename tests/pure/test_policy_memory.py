@@ -106,3 +106,16 @@ def test_no_order_of_operations_overruns_memory_or_waits_forever(steps: list[tup
         running += [op.account for op in ledger.done(running.pop())]
     assert ledger.waiting == 0
     assert ledger.held == ledger.planned
+
+
+def test_an_account_that_waited_to_grow_and_will_not_is_closed() -> None:
+    ledger, first, second = Ledger(10), Account(Part.WEIGHTS, 1), Account(Part.WEIGHTS, 2)
+    ledger.issue(first, 10)
+    ledger.done(first)
+    ledger.issue(first, 0)
+    assert ledger.issue(second, 8) == []
+    assert ledger.waiting == 1
+    assert ledger.issue(second, 0) == []
+    assert ledger.waiting == 0
+    ledger.done(first)
+    assert not ledger._accounts

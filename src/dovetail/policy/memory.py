@@ -184,7 +184,14 @@ class Ledger:
         assert self.planned - entry.planned + new_bytes <= self.capacity, "planned over capacity"
         self.planned += new_bytes - entry.planned
         entry.planned = new_bytes
-        return self._start(account, entry)
+        ops = self._start(account, entry)
+        self._close(account, entry)  # it may have waited to grow, and will not
+        return ops
+
+    def _close(self, account: Account, entry: _Account) -> None:
+        """If nothing is left of it."""
+        if entry.planned == 0 and entry.held == 0 and not entry.running:
+            self._accounts.pop(account, None)
 
     def done(self, account: Account) -> list[Op]:
         """The account's operation has ended. Returns what may start now, its own next one first."""
@@ -195,8 +202,7 @@ class Ledger:
         self.held += entry.target - entry.held
         entry.held = entry.target
         ops = self._start(account, entry)
-        if entry.planned == 0 and entry.held == 0 and not entry.running:
-            self._accounts.pop(account, None)
+        self._close(account, entry)
         if shrunk:
             for waiting in list(self._station):
                 ops += self._start(waiting, self._accounts[waiting])
