@@ -6,8 +6,8 @@ free. It decides nothing.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
@@ -61,8 +61,7 @@ class LocalCluster:
         self.handles = {
             node.name: handle_type(node, self._ask_late, self._order_late, self._propose) for node in self.nodes
         }
-        self.preparations: Mapping[int, Preparation] = {}  # by request
-        self._lacking: Counter[int] = Counter()  # by request: how often there was no memory for that
+        self.preparations: dict[int, Preparation] = {}  # by request
         self.controller = Controller(list(self.handles.values()), composition, self, rule=rule, retry=retry, log=log)
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
@@ -289,16 +288,16 @@ class LocalCluster:
         answer = runtime.answer(question, now, prepares=True)
         if isinstance(answer, Accepted):
             work = runtime.work_of(id)
-            self._at(now + preparation.seconds, self._prepared, runtime, work, preparation.num_lacking)
+            self._at(now + preparation.seconds, self._prepared, runtime, work)
         return answer
 
-    def _prepared(self, runtime: NodeRuntime, work: Work, num_lacking: int, now: float) -> None:
+    def _prepared(self, runtime: NodeRuntime, work: Work, now: float) -> None:
         """Unless it has left, or that was noted before."""
         is_there = runtime.progress(work.id) is not None and runtime.work_of(work.id) is work
         if is_there and work.prepares:
-            is_lacking = self._lacking[work.id] < num_lacking
-            self._lacking[work.id] += is_lacking
-            runtime.prepared(work.id, now, is_there=not is_lacking)
+            known = self.preparations[work.id]
+            self.preparations[work.id] = known._replace(num_lacking=max(known.num_lacking - 1, 0))
+            runtime.prepared(work.id, now, is_there=not known.num_lacking)
 
     def _order_late(self, handle: LocalNode, order: Order, now: float) -> None:
         self._reach(handle, self._order_now, handle, handle.life, order, now=now)

@@ -78,7 +78,7 @@ class Simulation:
             log=log,
             are_viewed=are_viewed,
         )
-        self.cluster.preparations = preparations or {}
+        self.cluster.preparations = dict(preparations or {})
         self._device_of = {device.node.name: device for device in self.devices}
         self.node_of = {id(device): node for device, node in zip(self.devices, self.cluster.nodes, strict=True)}
         for device in self.devices:
