@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_builders import make_hosting, make_node, make_work, serve_memory
@@ -9,8 +11,8 @@ from sim_builders import make_hosting, make_node, make_work, serve_memory
 from dovetail.node.instance import Instance
 from dovetail.node.node import Node
 from dovetail.node.protocol import EMPTY, StartRoom
-from dovetail.policy.compositions import Composition
-from dovetail.policy.headroom import INFINITY
+from dovetail.policy.compositions import SERVED, Composition
+from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.parameters import Shadow
 from dovetail.policy.reclaiming import ReclaimIdle
 from dovetail.policy.work import Work
@@ -96,3 +98,19 @@ def test_work_made_of_a_record_lacks_nothing_that_a_new_one_has() -> None:
     assert {name: getattr(made, name) for name in Work.__slots__} == {
         name: getattr(work, name) for name in Work.__slots__
     }
+
+
+def test_a_load_that_waits_for_memory_excuses_no_more_than_its_own_time() -> None:
+    """What somebody has waited for before he joins it is not excused, ordered or not."""
+    node = make_node(hosting=replace(make_hosting(weight_gib=40.0), load_s=2.0), composition=SERVED)
+    first = make_work(0, "a")
+    assert isinstance(node.start(first, 0.0), int)
+    serve_memory(node, 0.0)
+    node.withdraw(0, first, 5.0)
+    assert node.close_idle() == 1
+    target = node.start(make_work(1, "b", arrival_s=5.0), 5.0)
+    assert isinstance(target, int)
+    assert node.instances[target].loaded_s == INFINITY  # the other one's memory is not free yet
+    waited = make_work(2, "b", arrival_s=3.0)
+    assert node.join(target, waited, 5.0) is Refusal.FIRST_TOKEN_LATE
+    assert node.join(target, make_work(3, "b", arrival_s=5.0), 5.0) is None

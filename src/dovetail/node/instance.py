@@ -65,6 +65,10 @@ class Instance(Lane):
         self.epoch = 0  # counts idle periods, so that a stale keep-alive timer is recognised
         self.busy_s = 0.0
 
+    def asked_s(self, loaded_s: float) -> float:
+        """When its weights were asked for, or will be, if they are there by then: memory for them may be waited for."""
+        return self.ordered_s if self.loaded_s != INFINITY else loaded_s - self.hosting.load_s
+
     @property
     def is_idle(self) -> bool:
         """It could be closed."""

@@ -164,7 +164,7 @@ def _prefill(
     """Of what is left from this token on; `costs` as of `_splitting`."""
     grace_s = 0.0
     if loaded_s is not None and work.produced == 0:
-        grace_s = cold_start_grace_s(work, instance.ordered_s, loaded_s)
+        grace_s = cold_start_grace_s(work, instance.asked_s(loaded_s), loaded_s)
     seconds, part_s, tokens = instance.at_once_s(work, start), 0.0, work.known_tokens - start
     if instance.rule.part_s != INFINITY:
         part_s = least_s(instance.hosting.latency, start, tokens) * instance.overestimate

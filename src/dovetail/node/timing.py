@@ -206,7 +206,7 @@ class Timing:
     @staticmethod
     def _grace_s(target: Instance, work: Work, loaded_s: float) -> float:
         waits = target.state is State.LOADING and work.produced == 0
-        return cold_start_grace_s(work, target.ordered_s, loaded_s) if waits else 0.0
+        return cold_start_grace_s(work, target.asked_s(loaded_s), loaded_s) if waits else 0.0
 
     def _starting(self, hosting: Hosting, work: Work) -> tuple[InstanceDemand, float]:
         """The same of an instance that would be started now."""
