@@ -130,6 +130,9 @@ def run(
     best_effort: Annotated[
         float, typer.Option(min=0.0, help="so many requests of best effort a second beside the trace's")
     ] = 0.0,
+    priority: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="this share of the trace's requests goes first")
+    ] = 0.0,
     config: Annotated[Path | None, typer.Option(help="YAML with nodes and models, instead of the options")] = None,
 ) -> None:
     """One trace, one policy. Example: dovetail sim run --trace t.csv --profile p.json --config cluster.yaml --json"""
@@ -153,6 +156,7 @@ def run(
         gpu_hardware=gpu_hardware,
         faults=faults,
         best_effort_per_s=best_effort,
+        priority=priority,
         layout=_layout(context, config),
         config=config,
     )

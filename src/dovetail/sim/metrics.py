@@ -40,6 +40,7 @@ class Record:
     started_s: float | None = None  # when its model was there and had a place for it
     paused_s: float = 0.0  # that its answer was interrupted by preemptions and moves, recomputation included
     is_best_effort: bool = False
+    goes_first: bool = False
 
     @property
     def ttft_s(self) -> float:
@@ -120,6 +121,10 @@ class Result:
     def best_effort(self) -> list[Record]:
         return [record for record in self.records if record.is_best_effort]
 
+    @property
+    def priority(self) -> list[Record]:
+        return [record for record in self.records if record.goes_first]
+
     def best_effort_tokens(self) -> int:
         """Of answers that ended before the last arrivals."""
         ended = [one for one in self.best_effort if one.fate is Fate.FINISHED and one.end_s <= self.horizon_s]
@@ -179,6 +184,8 @@ class Result:
             "tpot_p50_s": round(percentile(tpots, 0.50), 4),
             "cold_starts": self.cold_starts,
             "batch_mean": round(self.decode_tokens / max(self.decode_turns, 1), 3),
+            "priority": len(self.priority),
+            "priority_met": sum(record.meets(self.rule) for record in self.priority),
             "best_effort": len(self.best_effort),
             "best_effort_unended": sum(record.fate is not Fate.FINISHED for record in self.best_effort),
             "best_effort_tokens_per_s": round(self.best_effort_tokens() / (self.horizon_s * self.runs), 1),

@@ -48,6 +48,8 @@ WORDS = {
     "tpot_p50_s": "time per further token, median (s)",
     "cold_starts": "cold starts",
     "batch_mean": "sequences in a decode, mean",
+    "priority": "requests that go first",
+    "priority_met": "of these, within their SLO",
     "best_effort": "best-effort requests",
     "best_effort_unended": "of these, without all their tokens",
     "best_effort_tokens_per_s": "tokens of best effort per second",

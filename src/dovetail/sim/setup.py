@@ -27,7 +27,15 @@ from dovetail.sim.metrics import Result
 from dovetail.sim.static_shares import node_type
 from dovetail.sim.tiers import Machine
 from dovetail.sim.trace import Arrival, first_line_of, keep_models, read_trace
-from dovetail.sim.workload import read_clients, read_lengths, rearrange, with_best_effort, with_clients, with_lengths
+from dovetail.sim.workload import (
+    read_clients,
+    read_lengths,
+    rearrange,
+    with_best_effort,
+    with_clients,
+    with_lengths,
+    with_priority,
+)
 
 GPU_MEMORY_GIB = 78.0
 CPU_MEMORY_GIB = 256.0
@@ -56,6 +64,7 @@ class Setup:
     clients: Path | None = None  # a table of clients, one for each model, whose lengths are drawn
     faults: int = 0  # this many, drawn from the seed
     best_effort_per_s: float = 0.0  # requests of best effort beside the trace's, drawn from the seed
+    priority: float = 0.0  # share of the trace's that go first, likewise
     layout: Layout | None = None  # instead of shape, models and the four about nodes
     config: Path | None = None  # where the layout was read, for messages
 
@@ -91,6 +100,8 @@ def build(setup: Setup, log: EventLog | None = None) -> Simulation:
         raise ConfigError(f"{setup.trace}: no request is left after --models, --limit and --config")
     if setup.best_effort_per_s:
         arrivals = with_best_effort(arrivals, setup.best_effort_per_s, setup.seed)
+    if setup.priority:
+        arrivals = with_priority(arrivals, setup.priority, setup.seed)
     return assemble(setup, arrivals, groups, log)
 
 

@@ -20,7 +20,7 @@ class Stories:
         for one in arrivals:
             for _ in one.produced:
                 record = Record(len(self.records), one.model, one.arrival_s, one.input_tokens, one.output_tokens)
-                record.is_best_effort = one.is_best_effort
+                record.is_best_effort, record.goes_first = one.is_best_effort, one.goes_first
                 self.records.append(record)
 
     def entered(self, device: Device, instance: int, work: Work, now: float) -> None:

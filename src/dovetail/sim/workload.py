@@ -90,6 +90,12 @@ def with_best_effort(arrivals: Sequence[Arrival], per_s: float, seed: int) -> li
     return sorted(added, key=lambda arrival: arrival.arrival_s)
 
 
+def with_priority(arrivals: Sequence[Arrival], share: float, seed: int) -> list[Arrival]:
+    """The same, where this share of those that are waited for goes first."""
+    rng = Random(seed)
+    return [a._replace(goes_first=rng.random() < share and not a.is_best_effort) for a in arrivals]
+
+
 @dataclass(frozen=True)
 class Spread:
     """A log-normal length, by its median and its 99th percentile."""
