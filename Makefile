@@ -172,9 +172,11 @@ crowd: install
 tenants: install
 	DOVETAIL_TRIALS=100 $(BIN)/python -m pytest -q -s --timeout 1800 tests/cpu/test_server_tenants.py
 
-# 32 models in bursts under a control group's limit of 4 GiB: nothing is killed. Needs the right to make such a group.
+# 32 models in bursts under a control group's limit of 4 GiB: nothing is killed; and a model of 1.5 times that. Needs the
+# right to make such a group.
 limited: install
 	$(BIN)/python tests/cpu/limited_memory.py 32 4 3
+	$(BIN)/python tests/cpu/larger_than_memory.py 4 1.5
 
 # SmolLM2 in 2, 3 and 4 processes beside one: the same text, and the planner's latency model against the clock.
 partitioned: install

@@ -171,7 +171,8 @@ class ModelConfig(_Section):
     dtype: str = "auto"  # of the weights that are kept: auto (what this machine multiplies fastest), bf16, f16, f32
     kv: KvKind = "auto"  # keys and values: in the type that is computed in, or int8 (CPUs only)
     # Share of its layers that a GPU keeps. The others are streamed from host memory with every iteration, which takes
-    # at least as long as the link does. auto = all that fit into the node's memory.
+    # at least as long as the link does. auto = all that fit into the node's memory, as always on CPUs, which read the
+    # others from the disk.
     resident_share: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
     layout: Literal["auto", "plain", "int8", "int4", "gguf"] = "auto"  # when pulled; auto = GGUF's blocks as they are
     aliases: tuple[str, ...] = ()  # further names, under which clients may ask for it

@@ -211,6 +211,7 @@ HOSTING = Event(
         Field(
             "keep_alive_s", Form.NUMBER, "how long it stays idle; null = by the policy, -1 = for ever", may_be_null=True
         ),
+        Field("layer_s", Form.NUMBER, "computing one of its layers, which are read from the disk", may_miss=True),
         Field("latency", Form.TABLE, "what its iterations take"),
     ),
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dovetail.cli.doctor import examine, measure_read
+from dovetail.cli.doctor import examine, explain_large, measure_read
 from dovetail.engine.dtypes import compute_dtype
 from dovetail.errors import ConfigError
 from dovetail.machine import (
@@ -23,6 +24,7 @@ from dovetail.machine import (
 )
 from dovetail.native import explain, levels, select
 from dovetail.native.dispatch import VARIABLE
+from dovetail.store import Catalogue
 
 XEON = "processor\t: 0\nmodel name\t: Intel(R) Xeon(R) 8480+\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n\n"
 OLD_XEON = (
@@ -148,3 +150,14 @@ def test_preparing_kernels_without_a_gpu_is_an_error_that_says_so(tmp_path: Path
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "--prepare: there is no GPU here that models could run on" in done.stderr
+
+
+def test_models_that_are_larger_than_a_cpu_node_are_named(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    card = Catalogue(tmp_path).pull(str(tiny_folder("llama")), name="large")
+    memory = card.size_bytes  # of which a node takes three quarters
+    (note,) = explain_large([card], memory, read_bytes_per_s=card.size_bytes / 40)
+    assert "large" in note
+    assert "10.0 s" in note
+    (note,) = explain_large([card], memory, None)
+    assert " s at" not in note
+    assert explain_large([card], 2 * memory, None) == []

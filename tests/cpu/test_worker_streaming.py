@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from dovetail.engine.devices import Peaks
 from dovetail.engine.devices.cpu import CpuDevice
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.streaming import ResidentLayers
+from dovetail.profiles.live import LiveLatency
 from dovetail.store import Catalogue
+from dovetail.store.checkpoints import describe
 from dovetail.types import ModelCard
 from dovetail.worker.hosting import Profiles, streamed_weights
 from dovetail.worker.instances import hosting_of, instance_config
@@ -86,6 +88,59 @@ def test_the_layers_are_those_of_the_checkpoint(card: ModelCard) -> None:
     assert layers.is_unpacked == (card.layout != "plain")
 
 
-def test_where_weights_are_computed_with_in_place_all_stay(card: ModelCard) -> None:
+def on_cpu(card: ModelCard, capacity: int, **options: Any) -> tuple[InstanceConfig, Profiles]:
+    device, message = CpuDevice(1), messages.Load(card, "f32", **options)
+    profiles = Profiles(None, device)
+    return instance_config(message, CONFIG, device, capacity, profiles), profiles
+
+
+def test_a_cpu_reads_from_the_disk_what_does_not_fit_and_nothing_else(card: ModelCard) -> None:
+    whole = Profiles(None, CpuDevice(1)).weight_bytes(card, "f32")
+    config, _ = on_cpu(card, 1 << 30, resident_share=0.25)
+    assert config.residency is None, "the share is a GPU's"
+    kept = "f32" if card.layout == "plain" else card.layout
+    layers = replace(streamed_weights(card, "f32", kept), is_unpacked=False)
+    capacity = layers.device_bytes(1) + 20_000
+    config, profiles = on_cpu(card, capacity, kv_bytes=20_000)
+    if capacity >= whole + 20_000:  # two slots take what two layers would
+        assert config.residency is None
+        return
+    assert config.residency == ResidentLayers(layers.most_resident(capacity - 20_000))
+    hosting = hosting_of(config, profiles, 1.0, 0.0)
+    assert hosting.weight_bytes == layers.device_bytes(config.residency.layers) <= capacity - 20_000
+    assert config.unloaded_bytes == card.size_bytes - hosting.weight_bytes
+    link_s = layers.link_bytes(config.residency.layers) / profiles.disk_speed(card)
+    assert hosting.latency.decode_s(1, 64) >= link_s > 0
+    assert hosting.layer_s is not None
+    assert 0 < hosting.layer_s < hosting.latency.decode_s(1, 1024)
+    assert hosting.latency.decode_s(1, 64) >= link_s
+    assert isinstance(hosting.latency, LiveLatency)
+    for _ in range(50):
+        hosting.latency.observe_decode(1, 64, link_s / 100)
+    assert hosting.latency.decode_s(1, 64) >= link_s, "whatever is learnt"
+
+
+def test_a_disk_that_is_faster_than_was_thought_makes_tokens_sooner(card: ModelCard) -> None:
+    layers = replace(streamed_weights(card, "f32", "f32" if card.layout == "plain" else card.layout), is_unpacked=False)
+    config, profiles = on_cpu(card, layers.device_bytes(1) + 20_000, kv_bytes=20_000)
+    residency = ResidentLayers(1)
+    before, speed = profiles.latency(card, "f32", residency=residency), profiles.disk_speed(card)
+    assert not profiles.heard_speed(card, None)
+    assert not profiles.heard_speed(card, 1.1 * speed)
+    assert profiles.heard_speed(card, 4 * speed)
+    after = profiles.latency(card, "f32", residency=residency)
+    assert after is not before
+    assert profiles.link_s(card, "f32", residency) == pytest.approx(layers.link_bytes(1) / (4 * speed))
+    assert config.card.name in profiles.explain_streaming(card, "f32", residency)
+
+
+def test_a_cpu_reads_no_layers_of_what_it_cannot_compute_with_as_it_lies(
+    card: ModelCard, tiny_folder: Callable[[str], Path]
+) -> None:
     profiles = Profiles(None, CpuDevice(1))
-    assert profiles.residency(card, "f32", 1000, 100, 0.5) is None
+    assert profiles.residency(card, "f32", 1000, 100, 0.5) is None, "there is no room for two slots"
+    folder = describe(tiny_folder("gemma2"), "m")
+    whole = profiles.weight_bytes(folder, "f32")
+    assert profiles.residency(folder, "f32", whole - 1000, 100, None) is None, "it is not in the store's form"
+    if card.layout == "plain":
+        assert profiles.residency(card, "bf16", whole // 2 - 1000, 100, None) is None

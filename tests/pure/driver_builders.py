@@ -326,7 +326,10 @@ class Rig:
         self.gone: list[str] = []
         self.fails_on: int | None = None
         policy = SERVED.having(**parameters)
-        self.driver = NodeDriver("node", DeviceKind.CPU, memory, policy, self, self.clock, log)
+        self.on_halt: Callable[[], None] = lambda: None  # while layers of an iteration are awaited
+        self.driver = NodeDriver(
+            "node", DeviceKind.CPU, memory, policy, self, self.clock, log, on_halt=lambda: self._halted()
+        )
         self.link = Loopback(self.driver, policy, self.clock, log, is_late=is_late)
         self.link.gone = self.gone.extend  # type: ignore[method-assign]
         if log is not None:
@@ -335,7 +338,11 @@ class Rig:
             self.register(model)
 
     def register(self, model: str, keep_alive_s: float = 60.0) -> None:
-        hosting = Hosting(
+        self.driver.register(model, self.hosting_of(model, keep_alive_s))
+        self.link.pump()
+
+    def hosting_of(self, model: str, keep_alive_s: float) -> Hosting:
+        return Hosting(
             WEIGHT_BYTES,
             KV_BYTES,
             LiveLatency(self.latency),
@@ -343,8 +350,10 @@ class Rig:
             max_kv_tokens=self.max_kv_tokens,
             keep_alive_s=keep_alive_s,
         )
-        self.driver.register(model, hosting)
-        self.link.pump()
+
+    def _halted(self) -> None:
+        self.on_halt()
+        self.read()
 
     @property
     def controller(self) -> Controller:
@@ -357,12 +366,15 @@ class Rig:
         command = self.commands.pop(index)
         self.clock.now += 0.01
         blocks = self.max_kv_tokens // BLOCK
-        executor = CheckedExecutor(self.clock, blocks, self.fails_on, self.token_s, self.is_pipelined)
+        executor = self.make_executor(command.model, blocks)
         self.executors.append(executor)
         card = ModelCard(command.model, "", SPEC, "")
         limits = SchedulerConfig(4096, self.max_batch, max_turn_tokens=16, max_tokens=self.max_kv_tokens - BLOCK)
         self.driver.loaded(command.instance, ModelRunner(card, executor, limits, BLOCK, speculator=self.speculator()))
         self.read()
+
+    def make_executor(self, model: str, blocks: int) -> CheckedExecutor:
+        return CheckedExecutor(self.clock, blocks, self.fails_on, self.token_s, self.is_pipelined)
 
     def submit(
         self, id: str, model: str = "a", prompt: int = 5, tokens: int = 4, age_s: float = 0.0, **options: Any

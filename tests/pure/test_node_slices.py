@@ -207,8 +207,8 @@ def test_storms_violate_no_invariant_where_turns_stop(monkeypatch: pytest.Monkey
     let_in: list[bool] = []
     interlude = Node.interlude
 
-    def spy(node: Node, now: float) -> Turn | None:
-        turn = interlude(node, now)
+    def spy(node: Node, now: float, is_layer_here: bool | None = None) -> Turn | None:
+        turn = interlude(node, now, is_layer_here)
         let_in.append(turn is not None)
         return turn
 

@@ -299,8 +299,8 @@ def test_the_drivers_agree_on_turns_that_stop_for_others(monkeypatch: pytest.Mon
     let_in: list[Turn | None] = []
     interlude = Node.interlude
 
-    def spy(node: Node, now: float) -> Turn | None:
-        let_in.append(interlude(node, now))
+    def spy(node: Node, now: float, is_layer_here: bool | None = None) -> Turn | None:
+        let_in.append(interlude(node, now, is_layer_here))
         return let_in[-1]
 
     monkeypatch.setattr(Node, "interlude", spy)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,9 @@ from dovetail import __version__
 from dovetail.cli.output import human_bytes, print_json
 from dovetail.errors import ConfigError
 from dovetail.machine import Cpu, Gpu, list_gpus, memory_bytes, preferred_dtype, read_cpu, read_gpus, usable_gpus
+from dovetail.types import ModelCard
 
+NODE_SHARE = 0.75  # of the machine's memory, that a CPU node takes unless told otherwise
 _TOLD_FEATURES = (
     *("amx_bf16", "avx512f", "avx512_vnni", "avx512_bf16", "avx2", "avx_vnni"),
     *("bf16", "i8mm", "sve", "asimddp", "asimdhp"),
@@ -104,10 +107,13 @@ def _prepare(store: Path | None) -> None:
 
 
 def examine(store: Path) -> Report:
+    from dovetail.store import Catalogue
+
     cpu, gpus, torch = read_cpu(), read_gpus(), _read_torch()
     kernels, kernels_why = _read_kernels() if torch is not None else ("none", "torch cannot be imported")
     total, available = memory_bytes()
     existing = next(folder for folder in (store, *store.parents) if folder.exists())
+    read = measure_read(existing)
     return Report(
         version=__version__,
         python=platform.python_version(),
@@ -117,14 +123,28 @@ def examine(store: Path) -> Report:
         gpus=gpus,
         store=str(store),
         store_free_bytes=shutil.disk_usage(existing).free,
-        store_read_bytes_per_s=measure_read(existing),
+        store_read_bytes_per_s=read,
         torch=torch,
         dtype=preferred_dtype(),
         kernels=kernels,
         kernels_why=kernels_why,
-        notes=_notes(cpu, gpus, existing),
+        notes=[*_notes(cpu, gpus, existing), *explain_large(Catalogue(store).cards(), total, read)],
         missing=[] if torch is not None else ["torch cannot be imported: nothing can be served"],
     )
+
+
+def explain_large(cards: Sequence[ModelCard], memory: int, read_bytes_per_s: float | None) -> list[str]:
+    """Models that a CPU node of this machine has no room for: what becomes of them there."""
+    notes, room = [], int(memory * NODE_SHARE)
+    for card in cards:
+        if card.size_bytes > room:
+            left = card.size_bytes - room
+            seconds = f", about {left / read_bytes_per_s:.1f} s at this disk's speed" if read_bytes_per_s else ""
+            notes.append(
+                f"{card.name} ({human_bytes(card.size_bytes)}) is larger than a CPU node here ({human_bytes(room)}): "
+                f"{human_bytes(left)} and more of it are read from the disk for each token{seconds}"
+            )
+    return notes
 
 
 def measure_read(folder: Path) -> float | None:

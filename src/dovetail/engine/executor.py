@@ -19,6 +19,7 @@ from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.late_rows import LateRows, late_rows_of, wait_for_rows
+from dovetail.engine.layer_source import LayerSource, LayerWalk, source_of
 from dovetail.engine.model import DecoderModel
 from dovetail.engine.native_model import READABLE_LAYOUTS, NativeCall, NativeModel, can_run, readable_types
 from dovetail.engine.preemption import PreemptionPoint
@@ -102,8 +103,11 @@ class CpuExecutor(OnCallersCores):
         in_place = checkpoint.in_place if config.weights == "auto" else config.weights == "mapped"
         weights = _weights(checkpoint, dtype, "mapped" if in_place else "resident", ops)
         self.late_rows: LateRows | None = late_rows_of(checkpoint, weights)
+        self.layer_source: LayerSource | None = source_of(checkpoint, weights)
         with from_read_only_memory():
             self._model: NativeModel | TorchModel | None = _model(spec, weights, dtype, ops)
+        if self.layer_source is not None:
+            self._model.walk = LayerWalk(self.layer_source, spec.num_layers)
         self.weight_bytes = weights.num_bytes
         self.copied_bytes = weights.copied_bytes
         self.max_blocks = max_blocks(config, spec.kv_bytes_per_token(self.dtype, config.kv) * config.block_size)
@@ -200,6 +204,8 @@ class CpuExecutor(OnCallersCores):
 
     def close(self) -> None:
         self._model = None
+        if self.layer_source is not None:
+            self.layer_source.close()
         self._cache.close()
 
     def _forward(self, turn: Turn) -> tuple[list[TurnRow], torch.Tensor, list[int] | None]:

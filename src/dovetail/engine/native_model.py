@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import msgspec
@@ -18,6 +20,7 @@ from torch import Tensor
 from dovetail.codings import CODINGS
 from dovetail.engine.adapters import AdapterMatrices
 from dovetail.engine.kv_cache import KVCache
+from dovetail.engine.layer_source import LayerWalk
 from dovetail.engine.preemption import PreemptionPoint
 from dovetail.engine.prompt_reader import PIECE_TOKENS, single_tokens
 from dovetail.engine.rope import Rope
@@ -67,6 +70,7 @@ class NativeModel:
             raise UnsupportedModel(f"the kernels cannot compute this model: {error}") from error
         self.call: NativeCall = self._model.forward  # of every iteration; who measures puts something around it
         self.preemption: PreemptionPoint | None = None  # of an iteration that may stop
+        self.walk: LayerWalk | None = None  # where layers are read with every iteration
         self._adapters: dict[str, int] = {}  # by key: the number by which the kernels know it
         self._next_adapter = 0
 
@@ -134,6 +138,11 @@ class NativeModel:
 
     def _compute(self, call: NativeCall, *arguments: Any, **options: Any) -> None:
         preemption = self.preemption
+        if self.walk is not None:
+            steps = chain([partial(call, *arguments, seconds=0.0, **options)], repeat(partial(self._model.resume, 0.0)))
+            self.walk.run(lambda: next(steps)(), preemption)
+            self._model.resume()
+            return
         if preemption is None:
             call(*arguments, **options)
             return

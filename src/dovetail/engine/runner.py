@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dovetail.engine.batch import Batch, build_batch
 from dovetail.engine.kv_cache import KVCache
+from dovetail.engine.layer_source import LayerWalk
 from dovetail.engine.model import DecoderModel
 from dovetail.engine.prompt_reader import PIECE_TOKENS
 from dovetail.native import Ops
@@ -18,6 +19,7 @@ class TorchModel:
     def __init__(self, model: DecoderModel, ops: Ops) -> None:
         self._model = model
         self._ops = ops
+        self.walk: LayerWalk | None = None  # where layers are read with every iteration
 
     def forward(self, turn: Turn, cache: KVCache) -> tuple[list[TurnRow], Tensor, None]:
         """Computes keys and values of every token of the turn; returns the rows that sample and their logits, at whose
@@ -40,10 +42,20 @@ class TorchModel:
         scale = spec.attention_scale if spec.attention_scale is not None else spec.head_dim**-0.5
         hidden = model.embed(batch.tokens, batch.positions)
         angles = model.angles(batch.positions)
-        for layer in model.layers:
+        layers = iter(model.layers)
+
+        def step() -> None:
+            nonlocal hidden
+            layer = next(layers)
             q, k, v = layer.qkv(hidden, angles.of(layer))
             blocks = cache.layer(layer.index)
             ops.write_kv(blocks, k, v, batch.slot_blocks, batch.slot_offsets)
             attended = ops.attend(q, blocks, batch.groups, scale, layer.window, spec.attention_softcap, layer.sinks)
             hidden = layer.after_attention(attended, hidden)
+
+        if self.walk is not None:
+            self.walk.run(step, None)
+        else:
+            for _ in model.layers:
+                step()
         return batch, hidden

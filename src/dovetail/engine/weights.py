@@ -3,8 +3,7 @@
 resident  a copy of our own in memory, fused where that saves calls
 mapped    used in place where the checkpoint has them (a mapped file): no copy, pages shared and reclaimable
 
-A third kind, streamed, will hand out tensors that arrive while the model runs; it needs nothing else from the model
-than what is asked of these two.
+Where layers are read with every iteration (`layer_source`), their tensors are in place too: each time in the same slot.
 """
 
 from __future__ import annotations
@@ -94,6 +93,19 @@ class Weights:
         return self.kind == "mapped" and [(piece.layout, TORCH_DTYPES[piece.dtype]) for piece in pieces] == [
             ("plain", self._matrix_dtype(name))
         ]
+
+    def names(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def is_used_as_stored(self, name: str) -> bool:
+        """The same of a matrix, in one piece or several, as floats or codes."""
+        pieces = self._checkpoint.pieces(name)
+        if all(piece.layout in self._readable_layouts for piece in pieces):
+            return self.kind == "mapped"
+        dtype = self._matrix_dtype(name)
+        return self.kind == "mapped" and all(
+            piece.layout == "plain" and TORCH_DTYPES[piece.dtype] == dtype for piece in pieces
+        )
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor in the compute type, or as stored if that can be read as well."""

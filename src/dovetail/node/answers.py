@@ -5,7 +5,7 @@ paces, and long answers that wait.
 from __future__ import annotations
 
 from dovetail.node import protocol
-from dovetail.node.instance import State
+from dovetail.node.instance import Instance, State
 from dovetail.node.node import Node
 from dovetail.node.outlook import movable
 from dovetail.policy.fairness import Running, who_gives_way
@@ -85,7 +85,7 @@ def ease_everyone(node: Node, now: float, extra_s: float) -> float:
     """Those who did not ask for targets go at a pace that leaves time for an iteration of every instance and for
     something more. Returns that pace."""
     instances = node.instances.values()
-    pace_s = SLACK * (sum(one.decode_s() for one in instances) + extra_s)
+    pace_s = SLACK * (sum(_holds_s(one) for one in instances) + extra_s)
     for instance in instances:
         for work in instance.works():
             is_overdue = instance.due_s(work) < now
@@ -94,6 +94,12 @@ def ease_everyone(node: Node, now: float, extra_s: float) -> float:
         instance.sort_by_due()
         instance.refresh()
     return pace_s
+
+
+def _holds_s(instance: Instance) -> float:
+    """What others wait for an iteration of it: one layer, where layers are read from the disk."""
+    layer_s = instance.hosting.layer_s
+    return instance.decode_s() if layer_s is None or not instance.batch else layer_s
 
 
 def find_long_answer(node: Node) -> tuple[int, Work] | None:
@@ -175,5 +181,6 @@ def ease(node: Node, question: protocol.Ease, now: float) -> protocol.Eased:
     hosting = node.device.hostings.get(work.model)
     if hosting is None:
         return protocol.Eased()
-    own_s = hosting.latency.decode_s(1, work.known_tokens) * node.device.overestimate
+    own_s = hosting.latency.decode_s(1, work.known_tokens) if hosting.layer_s is None else hosting.layer_s
+    own_s *= node.device.overestimate
     return protocol.Eased(ease_everyone(node, now, own_s))

@@ -6,7 +6,8 @@ has the last word on everything that touches its memory or its time; where else 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from dovetail.node.admission import KEEP, Admitter, Grant
 from dovetail.node.device import Device
@@ -214,9 +215,12 @@ class Node:
         """Whose turn it is (S2); None when the device is busy or nobody can run."""
         if self.turn is not None:
             return None
+        return self._next(self.turns.choose, now)
+
+    def _next(self, choose: Callable[[float], Turn | None], now: float) -> Turn | None:
         self.device.now_s = now
         while True:
-            turn = self.turns.choose(now)
+            turn = choose(now)
             if turn is None:
                 if (until_s := self.turns.wakes_s(now)) is not None:
                     self.outbox.append(SetTimer(until_s, -1, -1))
@@ -233,8 +237,11 @@ class Node:
         self.turns.begin(turn, now)
         return turn
 
-    def interlude(self, now: float) -> Turn | None:
-        """The turn under way has stopped between two layers; whose turn is let in, if anybody's."""
+    def interlude(self, now: float, is_layer_here: bool | None = None) -> Turn | None:
+        """The turn under way has been computed for its slice: whose turn is let in, if anybody's. Or it has come to a
+        layer of a model that reads its layers from the disk, which is there or not yet."""
+        if is_layer_here is not None:
+            return self._next(partial(self.turns.meanwhile, is_layer_here=is_layer_here), now)
         self.device.now_s = now
         turn = self.turns.interlude(now)
         if turn is not None:

@@ -222,9 +222,9 @@ class NodeRuntime:
             self._rest(now)
         return turn
 
-    def interlude(self, now: float) -> events.Turn | None:
-        """The turn under way has been computed for its slice: whose turn is let in, to be ended like any other."""
-        if (turn := self.node.interlude(now)) is not None:
+    def interlude(self, now: float, is_layer_here: bool | None = None) -> events.Turn | None:
+        """The turn under way has stopped (`Node.interlude`): whose turn is let in, to be ended like any other."""
+        if (turn := self.node.interlude(now, is_layer_here)) is not None:
             self._speech.note_turn(turn, now)
         return turn
 

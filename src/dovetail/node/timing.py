@@ -91,7 +91,14 @@ class Timing:
                 yield one
 
     def _others(self, target: Instance | None) -> list[Instance]:
-        return [one for one in self._instances.values() if one.waited_for and one is not target]
+        """Those that read their layers from the disk hold nobody's turns but for a layer: `_layers_s`."""
+        found = [one for one in self._instances.values() if one.waited_for and one is not target]
+        return [one for one in found if one.hosting.layer_s is None]
+
+    def _layers_s(self) -> float:
+        """What an iteration of anybody waits for those that read their layers: one of one of them."""
+        layers = [one.hosting.layer_s or 0.0 for one in self._instances.values() if one.waited_for]
+        return max(layers, default=0.0) * self._overestimate
 
     def _refuses(
         self,
@@ -104,6 +111,9 @@ class Timing:
     ) -> Refusal | None:
         """Beside these others; `decodes` as of `_decodes`."""
         decode_s, grown_s = decodes
+        hosting = self._hostings[work.model] if target is None else target.hosting
+        if hosting.layer_s is not None:
+            return self._refuses_layers(target, work, free_at_s, hosting.layer_s, decodes, others)
         if self._is_overcommitted(others, target, work.tpot_s, max(decode_s, grown_s)):
             return Refusal.DECODE_OVERCOMMITTED  # most refusals end here, before anything is played
         candidate, own = self._candidate(target, work, free_at_s, kv_tokens, decode_s, grown_s)
@@ -116,10 +126,29 @@ class Timing:
             return validate_closed(demands, len(demands) - 1, candidate, free_at_s)
         return validate(demands, len(demands) - 1, candidate, free_at_s, self._rule, is_looked_at=True)
 
+    def _refuses_layers(
+        self,
+        target: Instance | None,
+        work: Work,
+        free_at_s: float,
+        layer_s: float,
+        decodes: tuple[float, float],
+        others: list[Instance],
+    ) -> Refusal | None:
+        """Of a model that reads its layers from the disk: the others go before each of them, and have to have time for
+        one more. Its own pace is that of the disk."""
+        strictest_s = work.tpot_s if target is None else min(work.tpot_s, target.strictest_s)
+        others_s = sum(self.pace_s(one) for one in others) + layer_s * self._overestimate
+        if max(decodes) > strictest_s or others_s > min((one.strictest_s for one in others), default=INFINITY):
+            return Refusal.DECODE_OVERCOMMITTED
+        candidate, own = self._candidate(target, work, free_at_s, None, *decodes)
+        return Refusal.FIRST_TOKEN_LATE if must_be_late(candidate, own, free_at_s) else None
+
     def _is_overcommitted(self, others: list[Instance], target: Instance | None, tpot_s: float, total_s: float) -> bool:
         """S4, case 3, as of when each instance's contexts were last looked at; the target takes `total_s`."""
         if target is not None:
             tpot_s = min(tpot_s, target.strictest_s)
+        total_s += self._layers_s()
         for one in others:
             grown_s = one.grown_s
             total_s += self.pace_s(one) if grown_s is None else grown_s

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dovetail.node.device import Device
 from dovetail.node.events import Turn
 from dovetail.node.instance import Instance
@@ -32,6 +34,7 @@ class Turns:
         return None if self._state.underway is None else self._state.underway.turn
 
     def begin(self, turn: Turn, now: float) -> None:
+        assert not turn.instance.in_turn, f"instance {turn.instance.id} has an iteration that has stopped"
         turn.instance.begin_turn(turn.prompts, decodes=turn.decodes, rows=turn.rows)
         self._state.underway = Underway(turn, now, beneath=self._state.underway)
         if self._state.joined and turn.decodes:
@@ -77,7 +80,9 @@ class Turns:
         return until_s if until_s != before_s else None
 
     def choose(self, now: float) -> Turn | None:
-        snapshot = self._snapshot(now)
+        return self._choose(self._snapshot(now), now)
+
+    def _choose(self, snapshot: DeviceSnapshot[Instance], now: float) -> Turn | None:
         if not self._has_best_effort:
             return choose(snapshot, now)
         waited_for = snapshot.of_who_is_waited_for()
@@ -119,8 +124,7 @@ class Turns:
         """The turn under way has stopped between two layers: who answers meanwhile, each once. None: it goes on."""
         halted = self._state.underway
         assert halted is not None, "no turn under way"
-        own = halted.turn.instance
-        others = [one for one in self._state.active if one is not own and one.answers]
+        others = [one for one in self._state.active if one.answers and _may_be_inside(one)]
         seats = [seat_of(one, self._rule) for one in others if one.turned_s <= halted.sliced_s]
         if seats and not self._state.joined:
             chosen = next_to_answer(seats, now)
@@ -131,6 +135,15 @@ class Turns:
                 return self.decode_of(chosen.lane, now)
         halted.sliced_s = now
         return None
+
+    def meanwhile(self, now: float, *, is_layer_here: bool) -> Turn | None:
+        """The turn under way has come to a layer that is read from the disk: the next turn of the others, before that
+        layer. Once it is here best effort does not go before it. Models that read layers share a disk, and wait."""
+        snapshot = self._snapshot(now)
+        lanes = [snapshot.active, snapshot.ready, snapshot.almost, snapshot.resizing, snapshot.joined]
+        active, ready, almost, resizing, joined = ([one for one in found if _may_be_inside(one)] for found in lanes)
+        snapshot = replace(snapshot, active=active, ready=ready, almost=almost, resizing=resizing, joined=joined)
+        return choose(snapshot.of_who_is_waited_for(), now) if is_layer_here else self._choose(snapshot, now)
 
     def caught_up(self, instance: Instance, work: Work, now: float) -> None:
         """One that is held has all its tokens."""
@@ -158,3 +171,8 @@ class Turns:
         until = started_s + (now - started_s) * min(self.throttle, instance.hosting.slots)
         self._state.rest_until_s[instance.id] = until
         return until
+
+
+def _may_be_inside(instance: Instance) -> bool:
+    """Its turn may be let into another one: it has none that has stopped itself, and does not wait for the disk."""
+    return not instance.in_turn and instance.hosting.layer_s is None

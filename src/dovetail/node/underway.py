@@ -30,9 +30,15 @@ class Underway:
 
     def free_at_s(self, now: float) -> float:
         """When the device should be done with it, and with all that is let in meanwhile."""
+        layer_s = self.turn.instance.hosting.layer_s
+        if layer_s is not None:  # others go before each layer that is read from the disk
+            return now + layer_s
         ends_s = max(now, self.started_s + self.own_s)
         if self.beneath is None:
             return ends_s + self._breaks_s(now)
+        layer_s = self.beneath.turn.instance.hosting.layer_s
+        if layer_s is not None:
+            return ends_s + layer_s
         return ends_s + self.beneath.left_s(self.started_s) + self.beneath._breaks_s(self.started_s)
 
     def _breaks_s(self, now: float) -> float:

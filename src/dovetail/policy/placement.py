@@ -45,6 +45,9 @@ class Hosting:
     disk_s: float = 0.0  # for so much of it the disk or network of the machine is busy, which its devices share
     weights_in_place: bool = False  # served from host memory: no load, no share of the ledger
     max_kv_tokens: int | None = None  # its KV pool is never made larger
+    # Layers of it are read from the disk with every iteration: whoever else has work goes before each of its layers,
+    # which take so long to compute. None = all of it is in memory.
+    layer_s: float | None = None
     keep_alive_s: float | None = None  # of its own; None = the policy's, infinite = never unloaded
 
 

@@ -252,6 +252,8 @@ def _part_of(
     so long; a decode of those who would be late even so. Others wait no longer for it if it mixes."""
     first, decoding = prompter.waiting[0], {one: one.decode_s() for one in device.ready if one.running}
     limit_s = stretched_s(limit_s, prompter.at_once_s(first, first.start), prompter.lost_s())
+    if prompter.hosting.layer_s is not None:  # they go before each of its layers
+        return Iteration(prompter, _shares(device, prompter, limit_s, now), decodes=False)
     begins_s, strictest = _begins(decoding, now)
     part_s = least_s(prompter.hosting.latency, first.start, first.uncomputed_tokens) * prompter.overestimate
     if strictest is not None:

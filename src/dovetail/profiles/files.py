@@ -164,7 +164,8 @@ def tabulate(latency: Latency) -> dict[str, Any]:
 
 def hosting_values(hosting: Hosting) -> dict[str, Any]:
     """All of it as JSON has it, the latency as a table; `latency_from` reads that back."""
-    return {
+    layers = {"layer_s": hosting.layer_s} if hosting.layer_s is not None else {}
+    return layers | {
         "weight_bytes": hosting.weight_bytes,
         "kv_bytes_per_token": hosting.kv_bytes_per_token,
         "block_tokens": hosting.block_tokens,

@@ -43,8 +43,10 @@ _UNSEEN = Correction()
 class LiveLatency:
     """`base` with corrections. Predicts like `LatencyModel`."""
 
-    def __init__(self, base: Latency) -> None:
+    def __init__(self, base: Latency, least_s: float = 0.0) -> None:
+        """`least_s`: no iteration is shorter, whatever is learnt."""
         self.base = base
+        self._least_s = least_s
         self._prefill = Correction()
         self._decode = Correction()
         self._sizes: dict[Hashable, Correction] = {}
@@ -52,7 +54,7 @@ class LiveLatency:
         self.version = 0
 
     def prefill_s(self, tokens: int) -> float:
-        return self.base.prefill_s(tokens) * self._prefill_factor(tokens)
+        return max(self.base.prefill_s(tokens) * self._prefill_factor(tokens), self._least_s)
 
     def attending_s(self, start: int, count: int) -> float:
         """Corrected as the part is: the difference of two prompts of other sizes, with corrections of their own, may be
@@ -61,7 +63,7 @@ class LiveLatency:
 
     def decode_s(self, batch: int, total_tokens: int) -> float:
         size = (_rows(batch), _size(total_tokens // batch))
-        return self.base.decode_s(batch, total_tokens) * self._factor(size, self._decode)
+        return max(self.base.decode_s(batch, total_tokens) * self._factor(size, self._decode), self._least_s)
 
     def reading_s(self, batch: int, total_tokens: int) -> float:
         size = (_rows(batch), _size(total_tokens // batch))

@@ -93,11 +93,14 @@ class Scheduler:
         self._running[sequence.id] = sequence
 
     def leave(self, sequence: Sequence) -> None:
-        """Take it back with the tokens it has; its blocks are free. Not while a turn is running."""
-        assert self._turn is None
+        """Take it back with the tokens it has; its blocks are free. Not while it is in a turn."""
+        assert not self.is_in_turn(sequence)
         self._let_go(sequence)
         if self._running.pop(sequence.id, None) is None:
             self._waiting.remove(sequence)
+
+    def is_in_turn(self, sequence: Sequence) -> bool:
+        return self._turn is not None and any(row.sequence == sequence.id for row in self._turn.rows)
 
     def turn_of(
         self,

@@ -4,9 +4,10 @@ answers where the node wants them, and in sight of whoever watches the process. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
-from dovetail.engine.preemption import PreemptionPoint
+from dovetail.engine.preemption import HaltingPoint, IsHere, PreemptionPoint
 from dovetail.node import events
 from dovetail.node.runtime import NodeRuntime
 from dovetail.policy.headroom import INFINITY
@@ -19,6 +20,7 @@ from dovetail.worker.drafting import NO_DRAFTS, Drafts, propose
 from dovetail.worker.prompts import PromptTurn, SequenceState
 from dovetail.worker.runner import ModelRunner
 
+LOOK_S = 0.002  # how often messages are looked for while a layer is awaited
 COMPILE_S = 60.0  # the first iteration on a GPU may have its kernels compiled
 
 # Tells the tokens of a model; returns the choices that have ended with them, and notes those with more than one.
@@ -37,11 +39,13 @@ class TurnComputer:
         *,
         on_pause: Callable[[], None],
         on_launch: Callable[[], None],
+        on_halt: Callable[[], None],
     ) -> None:
         self._home, self._runners, self._states, self._deliver = home, runners, states, deliver
         self._clock, self._pulse = clock, pulse
         self._on_pause = on_pause  # called between the chunks of a long prefill: messages may be taken in
         self._on_launch = on_launch  # called when an iteration has begun: what came of the last may be told beside it
+        self._on_halt = on_halt  # called while layers of an iteration are awaited: everything else goes on
         self._expected_s = 0.0  # what the turn that runs should take
         self._slice_s = INFINITY  # how long it is computed without a break
         self._extra: dict[int, int] = {}  # by request: tokens beyond one that the last decode gave it
@@ -100,15 +104,21 @@ class TurnComputer:
         """One iteration, in sight of whoever watches this process; returns the choices that have ended with it."""
         names = [sequence.request_id for sequence in batch]
         waited = self._wait_for_rows(runner, batch, drafts, names)
-        preemption = PreemptionPoint(self._slice_s, lambda: self._let_in(names)) if self._slice_s != INFINITY else None
+        preemption = self._preemption(runner, names)
         self._pulse.begin(names, self._expected_s)
+        self._is_broken = False
         completed = runner.iterate(
             batch, self._on_launch, quotas=quotas, drafts=drafts.tokens, goes_on=goes_on, preemption=preemption
         )
         runner.was_typical &= not waited
         self._pulse.end()
-        assert preemption is None or not self._is_broken, "what went wrong between two layers was told before"
+        assert not self._is_broken, "what went wrong between two layers was told before"
         return self._deliver(runner.card.name, completed.events, self._extra)
+
+    def _preemption(self, runner: ModelRunner, names: list[str]) -> PreemptionPoint | None:
+        if runner.reads_layers:
+            return HaltingPoint(lambda is_here: self._halt(names, is_here))
+        return PreemptionPoint(self._slice_s, lambda: self._let_in(names)) if self._slice_s != INFINITY else None
 
     def _wait_for_rows(self, runner: ModelRunner, batch: list[Sequence], drafts: Drafts, names: list[str]) -> bool:
         """For rows of an embedding that is still downloading; others' answers go on. True if it had to wait."""
@@ -120,14 +130,40 @@ class TurnComputer:
                 self._let_in(names)
         return waited
 
+    def _halt(self, halted: list[str], is_here: IsHere) -> float:
+        """An iteration of these requests has come to its next layer: others have a turn, and as many as they want until
+        the layer has been read. Returns what those took."""
+        away_s = 0.0
+        while True:
+            is_layer_here = is_here(0.0)
+            self._pulse.begin(halted, self._expected_s)
+            with self._others():
+                self._on_halt()
+                turn = self._home.interlude(self._clock(), is_layer_here)
+                if turn is not None:
+                    started_s = self._clock()
+                    self.compute(turn)
+                    away_s += self._clock() - started_s
+            if is_layer_here or is_here(0.0 if turn is not None else LOOK_S):
+                return away_s
+
+    @contextmanager
+    def _others(self) -> Iterator[None]:
+        """Their turns are computed in the middle of one that has stopped."""
+        kept = self._expected_s, self._extra, self._slice_s
+        is_whole = False
+        try:
+            yield
+            is_whole = True
+        finally:  # what ends here, the runner of what has stopped takes for its own fault
+            self._is_broken = not is_whole
+        self._expected_s, self._extra, self._slice_s = kept
+
     def _let_in(self, halted: list[str]) -> None:
         """An iteration of these requests has stopped between two layers: others' answers go on. Commands that come of
         that are carried out when it has ended, so that nothing is taken from it meanwhile."""
-        kept = self._expected_s, self._extra, self._slice_s
-        self._is_broken = True  # if it ends here: the runner of what has stopped takes that for its own fault
-        while (turn := self._home.interlude(self._clock())) is not None:
-            self.compute(turn)
-            self._on_launch()
-        self._is_broken = False
-        self._expected_s, self._extra, self._slice_s = kept
+        with self._others():
+            while (turn := self._home.interlude(self._clock())) is not None:
+                self.compute(turn)
+                self._on_launch()
         self._pulse.begin(halted, self._expected_s)

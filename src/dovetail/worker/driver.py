@@ -74,6 +74,7 @@ class NodeDriver:
         on_growth: Callable[[int], object] = lambda _: None,
         on_said: Callable[[], None] = lambda: None,
         on_launch: Callable[[], None] = lambda: None,
+        on_halt: Callable[[], None] = lambda: None,
         on_adapter: Callable[[ModelRunner, str], None] = lambda runner, key: None,
     ) -> None:
         self.hostings: dict[str, Hosting] = {}
@@ -93,7 +94,15 @@ class NodeDriver:
         self._leaving: list[int] = []  # requests to be forgotten when everything is carried out
         watched = pulse or Pulse()
         self._computer = TurnComputer(
-            self.home, self.runners, self.states, self._deliver, clock, watched, on_pause=on_pause, on_launch=on_launch
+            self.home,
+            self.runners,
+            self.states,
+            self._deliver,
+            clock,
+            watched,
+            on_pause=on_pause,
+            on_launch=on_launch,
+            on_halt=lambda: self._halted(on_halt),
         )
 
     # Models
@@ -143,6 +152,9 @@ class NodeDriver:
         """With Propose comes the request, with one open choice, and what it has no turn before (`prepared`)."""
         if isinstance(question, Propose):
             known = self.states.get(question.request.id)
+            if known is not None and known.sequence.aborted:  # it left an iteration that is not over yet
+                self._forget(known.id)
+                known = None
             if known is not None and known.hold != question.hold:  # what it was held for has come to nothing
                 self.obey(Withdraw(known.id))
                 self.carry_out()
@@ -260,6 +272,13 @@ class NodeDriver:
             if event.finish is not None:
                 finished.append(state.id)
         return finished
+
+    def _halted(self, on_halt: Callable[[], None]) -> None:
+        """An iteration has come to a layer that is read from the disk: everything else goes on."""
+        on_halt()
+        if self.home.node.outbox:  # what came of looking for a turn
+            self.home.changed(self._clock())
+        self.run_timers()
 
     # Loads
 

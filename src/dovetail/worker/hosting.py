@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,15 @@ from dovetail.policy.streaming import ResidentLayers, StreamedWeights, residency
 from dovetail.profiles.files import read_profile
 from dovetail.profiles.hardware import Hardware, Shape, latency_of
 from dovetail.profiles.live import LiveLatency
+from dovetail.store.format.manifest import is_stored
+from dovetail.store.loading.loader import LoaderConfig
+from dovetail.store.loading.streamed import disk_speed
 from dovetail.types import ModelCard
+
+UNKNOWN_DISK = 100e6  # bytes per second, of one that cannot be measured
+USUAL_TOKENS = 1024  # of a context
+MIN_NEWS = 0.2  # a disk that is this much faster than was known is news
+RESIDENT = "-resident"  # ends the names of shapes of which not all layers stay
 
 
 def shape_name(card: ModelCard, dtype: str, kept: str, kv: KvKind = "auto") -> str:
@@ -73,15 +83,24 @@ def streamed_weights(card: ModelCard, dtype: str, kept: str) -> StreamedWeights:
     return StreamedWeights(total, tuple(by_layer), tuple(stored), is_unpacked=kept != dtype or dtype == FP8)
 
 
+def may_be_streamed(card: ModelCard, dtype: str, kept: str) -> bool:
+    """Whether a CPU can read layers of it with every iteration: they are computed with as they are stored."""
+    stored = card.dtype if card.layout == "plain" else card.layout
+    folder = Path(card.path)
+    return kept == stored and card.partitions == 1 and card.spec.encoder is None and is_stored(folder)
+
+
 class Profiles:
     """Latency models by shape."""
 
-    def __init__(self, folder: Path | None, device: Device) -> None:
+    def __init__(self, folder: Path | None, device: Device, files: LoaderConfig | None = None) -> None:
         self.device = device.label
         self.path = folder / f"{self.device}.json" if folder is not None else None
         self._device = device
         self._live: dict[str, LiveLatency] = {}
         self._peaks: dict[tuple[str, str], Peaks] = {}
+        self.files = files or LoaderConfig()
+        self._disks: dict[int, float] = {}  # by number: bytes per second, measured
 
     def hosting(
         self,
@@ -104,6 +123,7 @@ class Profiles:
             load_s=load_s,
             max_kv_tokens=max_kv_tokens,
             keep_alive_s=keep_alive_s,
+            layer_s=self._layer_s(card, dtype, kv) if self._reads_disk(residency) else None,
         )
 
     def latency(
@@ -112,19 +132,59 @@ class Profiles:
         """`residency`: None = all of its layers stay on the device."""
         name = self.shape_name(card, dtype, kv)
         if residency is not None:
-            name = f"{name}-{residency.layers}-resident"
+            name = f"{name}-{residency.layers}{RESIDENT}"
         live = self._live.get(name)
         if live is None:
-            base = self.measured(card, dtype, kv) or self._estimated(card, dtype, kv)
-            live = self._live[name] = LiveLatency(
-                base if residency is None else self._linked(base, card, dtype, residency)
-            )
+            base, link_s = self._base(card, dtype, kv), self.link_s(card, dtype, residency)
+            least_s = link_s if self._reads_disk(residency) else 0.0
+            live = self._live[name] = LiveLatency(with_link(base, link_s) if link_s else base, least_s)
         return live
 
-    def _linked(self, base: LatencyModel, card: ModelCard, dtype: str, residency: ResidentLayers) -> LatencyModel:
+    def _base(self, card: ModelCard, dtype: str, kv: KvKind) -> LatencyModel:
+        """With all layers in memory."""
+        return self.measured(card, dtype, kv) or self._estimated(card, dtype, kv)
+
+    def link_s(self, card: ModelCard, dtype: str, residency: ResidentLayers | None) -> float:
+        """What the layers that do not stay take on their way, in every iteration: over a GPU's link, or from the
+        disk."""
+        if residency is None:
+            return 0.0
         kept = kept_as(card, dtype, self._device)
-        link_bytes = streamed_weights(card, dtype, kept).link_bytes(residency.layers)
-        return with_link(base, link_bytes / self.prepare(dtype, kept).link)
+        link = self.disk_speed(card) if self._reads_disk(residency) else self.prepare(dtype, kept).link
+        return streamed_weights(card, dtype, kept).link_bytes(residency.layers) / link
+
+    def explain_streaming(self, card: ModelCard, dtype: str, residency: ResidentLayers | None) -> str:
+        """Of a model that reads layers from the disk: how much of it, and what that makes of its tokens."""
+        kept_gb = self.weight_bytes(card, dtype, residency) / 1e9
+        read_s, speed = self.link_s(card, dtype, residency), self.disk_speed(card)
+        return (
+            f"{card.name} is larger than the node: of its {card.size_bytes / 1e9:.2f} GB {kept_gb:.2f} stay in memory, "
+            f"{read_s * speed / 1e9:.2f} are read from the disk with every iteration, at {speed / 1e9:.2f} GB/s: no "
+            f"token takes less than {read_s:.2f} s"
+        )
+
+    def disk_speed(self, card: ModelCard) -> float:
+        """Bytes per second at which layers of this model come from its disk, measured once for each disk."""
+        number = os.stat(card.path).st_dev
+        if number not in self._disks:
+            self._disks[number] = disk_speed(Path(card.path), self.files) or UNKNOWN_DISK
+        return self._disks[number]
+
+    def heard_speed(self, card: ModelCard, speed: float | None) -> bool:
+        """The disk gave so many bytes per second. True if it is faster than was known: no token is expected sooner
+        than it could be read."""
+        if speed is None or speed <= (1.0 + MIN_NEWS) * self.disk_speed(card):
+            return False
+        self._disks[os.stat(card.path).st_dev] = speed
+        for name in [name for name in self._live if name.endswith(RESIDENT)]:
+            del self._live[name]
+        return True
+
+    def _reads_disk(self, residency: ResidentLayers | None) -> bool:
+        return residency is not None and self._device.kind is DeviceKind.CPU
+
+    def _layer_s(self, card: ModelCard, dtype: str, kv: KvKind) -> float:
+        return self._base(card, dtype, kv).decode_s(1, USUAL_TOKENS) / card.spec.num_layers
 
     @property
     def exist(self) -> bool:
@@ -157,16 +217,25 @@ class Profiles:
     def weight_bytes(self, card: ModelCard, dtype: str, residency: ResidentLayers | None = None) -> int:
         kept = kept_as(card, dtype, self._device)
         if residency is not None:
-            return streamed_weights(card, dtype, kept).device_bytes(residency.layers, in_place=residency.in_place)
+            weights = streamed_weights(card, dtype, kept)
+            if self._reads_disk(residency):
+                weights = replace(weights, is_unpacked=False)
+            return weights.device_bytes(residency.layers, in_place=residency.in_place)
         return weight_bytes(card, dtype, kept)
 
     def residency(
         self, card: ModelCard, dtype: str, capacity: int, kv_bytes: int, share: float | None
     ) -> ResidentLayers | None:
-        """Which layers stay on this device, which has so much memory; None = all of them."""
-        if self._device.kind is DeviceKind.CPU:  # it computes with weights where they lie
+        """Which layers stay on this device, which has so much memory; None = all of them. A CPU computes with weights
+        where they lie, and reads from the disk what does not fit: there `share` is not for it."""
+        kept = kept_as(card, dtype, self._device)
+        weights = streamed_weights(card, dtype, kept)
+        if self._device.kind is not DeviceKind.CPU:
+            return residency(weights, capacity, kv_bytes, share)
+        if not may_be_streamed(card, dtype, kept):
             return None
-        return residency(streamed_weights(card, dtype, kept_as(card, dtype, self._device)), capacity, kv_bytes, share)
+        found = residency(replace(weights, is_unpacked=False), capacity, kv_bytes, None)
+        return None if found is None or found.in_place else found
 
     def store(
         self, card: ModelCard, dtype: str, prefill_ms: list[Any], decode_ms: list[Any], kv: KvKind = "auto"

@@ -37,7 +37,10 @@ def instance_config(
     kept_bytes = min(asked_bytes, kept_bytes) if asked_bytes else kept_bytes
     residency = profiles.residency(message.card, dtype, capacity, kept_bytes, message.resident_share)
     weight_bytes = profiles.weight_bytes(message.card, dtype, residency)
+    unloaded = message.card.size_bytes - weight_bytes if residency is not None and device.kind is DeviceKind.CPU else 0
     weight_bytes += profiles.weight_bytes(draft, draft_dtype) if draft is not None else 0
+    if unloaded > 0:
+        log.info("%s", profiles.explain_streaming(message.card, dtype, residency))
     room = max(capacity - weight_bytes, 0)
     kv_bytes = min(asked_bytes or room, room)
     blocks = kv_bytes // (block_bytes + draft_block_bytes)
@@ -60,6 +63,8 @@ def instance_config(
         speculation=message.speculation,
         draft=drafted,
         residency=residency,
+        unloaded_bytes=max(unloaded, 0),
+        files=profiles.files,
     )
 
 

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,11 +22,12 @@ from dovetail.errors import DovetailError
 from dovetail.modelspec import KvKind
 from dovetail.node.events import StartLoad
 from dovetail.node.ports import Checkpoint
+from dovetail.policy.placement import DeviceKind
 from dovetail.policy.startup import LoadTimes
-from dovetail.policy.streaming import ResidentLayers
+from dovetail.policy.streaming import SLOTS, ResidentLayers, streamed_layers
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
-from dovetail.store.loading.loader import Ticket
+from dovetail.store.loading.loader import LoaderConfig, Ticket
 from dovetail.types import ModelCard, Speculation
 from dovetail.worker.draft_model import DraftModel
 from dovetail.worker.due_queue import DueQueue
@@ -71,13 +72,15 @@ class InstanceConfig:
     max_adapters: int = 0  # in one iteration; 0 = any number
     speculation: Speculation = OFF
     draft: DraftConfig | None = None
-    residency: ResidentLayers | None = None  # on a GPU, of the model; None = all of its layers stay there
+    residency: ResidentLayers | None = None  # of the model; None = all of its layers stay on the device
+    unloaded_bytes: int = 0  # of it, that are not loaded but read from the disk with every iteration
+    files: LoaderConfig = field(default_factory=LoaderConfig)  # how the disk is read
     verify: bool = False  # compare weights that are mapped without a pool with their checksums
 
     @property
     def size_bytes(self) -> int:
         """Of all weights that are loaded."""
-        return self.card.size_bytes + (self.draft.card.size_bytes if self.draft is not None else 0)
+        return sum(card.size_bytes for card in self.cards) - self.unloaded_bytes
 
     @property
     def cards(self) -> tuple[ModelCard, ...]:
@@ -262,7 +265,7 @@ def build_runner(
 ) -> tuple[ModelRunner, messages.Loaded]:
     card = config.card
     started = time.monotonic()
-    checkpoint, tier = _open(config, card, weight_cache, on_place)
+    checkpoint, tier = _open(config, card, device, weight_cache, on_place)
     opened = time.monotonic()
     context = checkpoint.spec.context_length
     executor = device.executor(checkpoint, _executor_config(config, card, config.dtype, config.kv_bytes, grammars))
@@ -292,7 +295,7 @@ def _draft_model(
     if draft is None:
         return None
     try:
-        checkpoint, _ = _open(config, draft.card, weight_cache, on_place)
+        checkpoint, _ = _open(config, draft.card, device, weight_cache, on_place)
         executor = device.executor(
             checkpoint, _executor_config(config, draft.card, draft.dtype, draft.kv_bytes, grammars=None)
         )
@@ -304,12 +307,16 @@ def _draft_model(
 
 
 def _open(
-    config: InstanceConfig, card: ModelCard, weight_cache: WeightCache | None, on_place: OnPlace
+    config: InstanceConfig, card: ModelCard, device: Device, weight_cache: WeightCache | None, on_place: OnPlace
 ) -> tuple[Checkpoint, Tier]:
     from dovetail.store import open_checkpoint
     from dovetail.store.checking import check_weights
     from dovetail.store.format.manifest import is_stored, read_manifest
+    from dovetail.store.loading.streamed import open_streamed
 
+    if card is config.card and config.residency is not None and device.kind is DeviceKind.CPU:
+        streamed = streamed_layers(card.spec.num_layers, config.residency.layers)
+        return open_streamed(Path(card.path), streamed, SLOTS, config.files, verify=config.verify), "disk"
     if weight_cache is not None:
         return weight_cache.open(card.path, on_place)
     if config.verify and is_stored(Path(card.path)):

@@ -25,6 +25,7 @@ from dovetail.node.protocol import Propose
 from dovetail.policy.compositions import SERVED
 from dovetail.policy.headroom import INFINITY
 from dovetail.pulse import Pulse
+from dovetail.store.loading.loader import LoaderConfig
 from dovetail.worker.adapters import AdapterCache
 from dovetail.worker.driver import NodeDriver, is_shared
 from dovetail.worker.fetching import NeighbourSharing
@@ -104,7 +105,7 @@ class Worker:
         for waker in (self._waker, self._grammar_waker, self._adapter_waker):
             waker.connect(_WAKE)
         self._wire.poller.register(self._wake, zmq.POLLIN)
-        self._profiles = Profiles(Path(config.profiles) if config.profiles else None, self._device)
+        self._profiles = _open_profiles(config, self._device)
         self._log = open_log(Path(config.event_log)) if config.event_log else None
         self._driver = NodeDriver(
             config.node,
@@ -118,6 +119,7 @@ class Worker:
             pulse=self._pulse,
             on_growth=self._fit_pool,
             on_launch=self._tell,
+            on_halt=self._pause,
             on_adapter=lambda runner, key: self._adapters.bind(runner, key),
         )
         self._adapters = AdapterCache(
@@ -204,7 +206,9 @@ class Worker:
         self._sharing.tend(self._driver)
         while self._moved:
             _expect_load(self._driver, self._loader, self._instance_configs.get(self._moved.pop()))
-        for runner in self._driver.runners.values():
+        for runner in tuple(self._driver.runners.values()):
+            if runner.reads_layers and self._profiles.heard_speed(runner.card, runner.disk_speed):
+                _expect_faster(self._driver, self._profiles, self._instance_configs.get(runner.card.name))
             if _tend_idle(runner, now, self._config.idle_release_s):
                 self._stats_due = now  # the last state of a burst is reported at once
         if is_busy and self._stats_due == INFINITY:  # and so is its start
@@ -388,6 +392,11 @@ def _watch_host(driver: NodeDriver, adapters: AdapterCache, weight_cache: Weight
     log.warning("the host has %d MB left; %d MB of the pool dropped, %d idle models closed", left, given, closed)
 
 
+def _open_profiles(config: WorkerConfig, device: Device) -> Profiles:
+    files = LoaderConfig(direct_io=config.direct_io, readers=config.readers)  # type: ignore[arg-type]
+    return Profiles(Path(config.profiles) if config.profiles else None, device, files)
+
+
 def _attach_weight_cache(config: WorkerConfig, device: Device) -> WeightCache | None:
     verify = config.verify == "load"
     if config.pool < 0:
@@ -446,3 +455,12 @@ def _expect_load(driver: NodeDriver, loader: LoaderThread, config: InstanceConfi
     load_s = loader.expected_s(config)
     if abs(load_s - hosting.load_s) > MIN_NEWS * max(load_s, hosting.load_s):
         driver.register(config.card.name, replace(hosting, load_s=load_s))
+
+
+def _expect_faster(driver: NodeDriver, profiles: Profiles, config: InstanceConfig | None) -> None:
+    """The disk that its layers come from is faster than was thought."""
+    hosting = driver.hostings.get(config.card.name) if config is not None else None
+    if config is not None and hosting is not None:
+        log.info("%s", profiles.explain_streaming(config.card, config.dtype, config.residency))
+        latency = profiles.latency(config.card, config.dtype, config.kv, config.residency)
+        driver.register(config.card.name, replace(hosting, latency=latency))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from dovetail import messages
 from dovetail.engine.adapters import PackedAdapter
-from dovetail.engine.devices import Adaptable, DeviceExecutor, Preemptible
+from dovetail.engine.devices import Adaptable, DeviceExecutor, LayerReading, Preemptible
 from dovetail.engine.late_rows import ArrivingExecutor
 from dovetail.engine.preemption import PreemptionPoint
 from dovetail.errors import CheckpointError
@@ -54,6 +54,8 @@ class ModelRunner:
     ) -> None:
         self.card = card
         self.executor = executor
+        self._layers = executor.layer_source if isinstance(executor, LayerReading) else None
+        self.reads_layers = self._layers is not None  # from the disk, with every iteration
         self._arriving = executor if isinstance(executor, ArrivingExecutor) else None
         self.scheduler = Scheduler(config, BlockPool(0, block_size))
         self.meter = Meter()
@@ -120,6 +122,8 @@ class ModelRunner:
             meanwhile()
             outcome = self._collect(preemption)
             self.was_typical = self.executor.was_typical
+            if self.reads_layers and preemption is not None and preemption.away_s:
+                self.was_typical = False  # layers were read meanwhile
         except Exception as error:  # one model's fault must not end the others
             log.error("%s: iteration failed\n%s", self.card.name, traceback.format_exc())
             self._discard()
@@ -141,6 +145,11 @@ class ModelRunner:
     def has_begun_next(self) -> bool:
         """What is likely to be next is being computed already."""
         return self._ahead is not None
+
+    @property
+    def disk_speed(self) -> float | None:
+        """Bytes per second at which its layers were read so far; None where nothing was."""
+        return self._layers.speed if self._layers is not None else None
 
     def lacks_rows(self, sequences: Several[Sequence], drafts: Mapping[int, Several[int]]) -> bool:
         """Whether the embedding has not all rows of their tokens yet; those that are missing come next."""
@@ -265,6 +274,9 @@ class ModelRunner:
     def drop(self, sequence: Sequence) -> None:
         """It goes elsewhere or nowhere: free its blocks and what the executor keeps for it."""
         self.meter.moves += bool(sequence.blocks) and not sequence.aborted
+        if self.scheduler.is_in_turn(sequence):  # of an iteration that has stopped: it leaves at its end
+            sequence.aborted = True
+            return
         self.scheduler.leave(sequence)
         self._forget_one(sequence.id)
 

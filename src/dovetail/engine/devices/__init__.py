@@ -18,6 +18,7 @@ from dovetail.sched.turn import Outcome, Turn
 if TYPE_CHECKING:  # without torch, which the pure half must not need
     from dovetail.engine.adapters import AdapterMatrices, PackedAdapter
     from dovetail.engine.executor import ExecutorConfig
+    from dovetail.engine.layer_source import LayerSource
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,13 @@ class Preemptible(Protocol):
     """An executor that can stop between two layers."""
 
     preemption: PreemptionPoint | None  # of the iterations that are collected; None = they do not stop
+
+
+@runtime_checkable
+class LayerReading(Protocol):
+    """An executor that may read layers from the disk with every iteration."""
+
+    layer_source: LayerSource | None  # None = all layers stay
 
 
 @runtime_checkable

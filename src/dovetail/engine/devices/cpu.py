@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ from dovetail.engine.devices import Peaks
 from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
 from dovetail.engine.encoder import EncoderExecutor
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig, serves_as_stored
+from dovetail.engine.layer_source import StreamedCheckpoint
 from dovetail.engine.native_model import can_run
 from dovetail.layouts import CELLS, GGUF, packed_bytes
 from dovetail.machine import memory_bytes, read_cpu, slug
@@ -46,7 +48,11 @@ class CpuDevice:
 
     def executor(self, checkpoint: Checkpoint, config: ExecutorConfig) -> CpuExecutor | EncoderExecutor:
         make = CpuExecutor if checkpoint.spec.encoder is None else EncoderExecutor
-        executor = make(checkpoint, config)
+        with ExitStack() as undo:
+            if isinstance(checkpoint, StreamedCheckpoint):
+                undo.callback(checkpoint.reader.close)
+            executor = make(checkpoint, config)
+            undo.pop_all()
         checkpoint.close()
         return executor
 

@@ -9,11 +9,10 @@ import errno
 import os
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint
 from dovetail.store.files import open_regular
-from dovetail.store.host_pool.lease import Lease
 from dovetail.store.loading import staging
 from dovetail.store.loading.staging import Staging
 
@@ -31,6 +30,15 @@ class _CacheRange(ctypes.Structure):
 
 class _CacheStat(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent"))
+
+
+class ReadTarget(Protocol):
+    """Memory for bytes of a file: a lease of the pool, a slot of layers."""
+
+    def populate(self, begin: int, end: int) -> None:
+        """Back it with memory, where it never was."""
+
+    def pieces(self, begin: int, end: int) -> list[memoryview]: ...
 
 
 class PartitionFile:
@@ -57,17 +65,22 @@ class PartitionFile:
     def origin(self) -> str:
         return str(self.path)
 
-    def read_into(self, lease: Lease, begin: int, end: int) -> None:
-        """Bytes begin..end of the file, to where they belong in the lease."""
-        lease.populate(begin, end)
+    @property
+    def descriptor(self) -> int:
+        """Of reads through the page cache; open as long as the file is."""
+        return self._buffered
+
+    def read_into(self, target: ReadTarget, begin: int, end: int) -> None:
+        """Bytes begin..end of the file, to where they belong in the target."""
+        target.populate(begin, end)
         direct = self._direct
         if direct is not None and begin % ALIGNMENT == 0 and not self._is_cached(begin, end):
             # The last read asks for whole blocks: the chunk has room, and the file's end cuts it short.
-            reached = self._read(direct, lease, begin, -(-end // ALIGNMENT) * ALIGNMENT)
+            reached = self._read(direct, target, begin, -(-end // ALIGNMENT) * ALIGNMENT)
             if reached >= end:
                 return
             begin = reached  # an interrupted read, or a refusal: the rest goes through the cache
-        reached = self._read(self._buffered, lease, begin, end)
+        reached = self._read(self._buffered, target, begin, end)
         if reached < end:
             raise DamagedCheckpoint(f"{self.path}: ends at byte {reached:,} of {self.size_bytes:,}")
 
@@ -77,20 +90,20 @@ class PartitionFile:
                 os.close(file)
         self._direct = None
 
-    def _read(self, file: int, lease: Lease, begin: int, end: int) -> int:
+    def _read(self, file: int, target: ReadTarget, begin: int, end: int) -> int:
         """Returns how far it came: less than `end` at the end of the file, or where direct I/O cannot go on."""
         is_staged = file == self._direct and self._is_staged
         at = begin
         while at < end:
-            target = [staging.buffer()[: end - at]] if is_staged else lease.pieces(at, end)
+            pieces = [staging.buffer()[: end - at]] if is_staged else target.pieces(at, end)
             try:
-                count = os.preadv(file, target, at)
+                count = os.preadv(file, pieces, at)
             except OSError as error:
                 if error.errno == errno.EINVAL and file == self._direct and self._direct_io == "auto":
                     return at
                 raise CheckpointError(f"{self.path}: reading at byte {at:,}: {error.strerror}") from error
-            if is_staged:
-                staging.copy(target[0], lease.pieces(at, at + count))
+            if is_staged and count:
+                staging.copy(pieces[0], target.pieces(at, at + count))
             at += count
             if count == 0 or (file == self._direct and at % ALIGNMENT):
                 break
