@@ -64,18 +64,18 @@ class ReadingExecutor(CheckedExecutor):
 
 
 class LayerRig(Rig):
-    """Models a and b are in memory, l is not."""
+    """Models a and b are in memory, l and m are not."""
 
     def hosting_of(self, model: str, keep_alive_s: float) -> Hosting:
         hosting = super().hosting_of(model, keep_alive_s)
-        if model != "l":
+        if model not in "lm":
             return hosting
         assert isinstance(self.latency, LatencyModel)
         latency = LiveLatency(with_link(self.latency, LINK_S), LINK_S)
         return replace(hosting, latency=latency, layer_s=LAYER_S)
 
     def make_executor(self, model: str, blocks: int) -> CheckedExecutor:
-        return ReadingExecutor(self.clock, blocks) if model == "l" else super().make_executor(model, blocks)
+        return ReadingExecutor(self.clock, blocks) if model in "lm" else super().make_executor(model, blocks)
 
     @property
     def large(self) -> ReadingExecutor:
@@ -234,4 +234,37 @@ def test_its_prompt_does_not_wait_for_others_who_go_before_each_of_its_layers(ri
     rig.submit("long", model="l", prompt=12, tokens=2)
     rig.run()
     assert rig.heard_s["long", 0][0] - began_s < 1.2 * LINK_S
+    assert max(gaps(rig, "stream")) < 0.06
+
+
+def test_two_that_read_from_one_disk_are_accepted_where_it_has_time_for_both() -> None:
+    rig = LayerRig("alm", latency=make_latency(0.01))
+    for model in "lm":
+        rig.submit(f"warm-{model}", model=model, tokens=1)
+        rig.run()
+    rig.submit("first", model="l", tokens=6, ttft_s=60.0, tpot_s=8.0)
+    for _ in range(3):
+        rig.step()
+    rig.submit("refused", model="m", ttft_s=60.0, tpot_s=30.0)
+    assert "refused" not in rig.driver.states, "an iteration of it would make the first one late"
+    rig.run()
+    assert max(gaps(rig, "first")) < 8.0
+    rig.submit("slow", model="l", tokens=6, ttft_s=60.0, tpot_s=14.0)
+    rig.submit("other", model="m", tokens=6, ttft_s=60.0, tpot_s=14.0)
+    rig.run()
+    for id in ("slow", "other"):
+        assert rig.tokens(id) == expected(id, tokens=6)
+        heard = rig.heard_s[id, 0]
+        assert all(at <= heard[0] + 14.0 * number for number, at in enumerate(heard))
+
+
+def test_two_that_asked_for_nothing_share_the_disk_and_a_neighbour_does_not_notice() -> None:
+    rig = LayerRig("alm", latency=make_latency(0.01))
+    rig.submit("stream", model="a", tokens=2000, ttft_s=5.0, tpot_s=0.1)
+    for model in "lm":
+        rig.submit(model, model=model, tokens=5)
+    rig.run()
+    for model in "lm":
+        assert rig.tokens(model) == expected(model, tokens=5)
+        assert sum(gaps(rig, model)) / 4 < 2.2 * LINK_S
     assert max(gaps(rig, "stream")) < 0.06

@@ -81,19 +81,22 @@ def ease_overdue(node: Node, now: float, overdue_s: float) -> None:
         ease_everyone(node, now, 0.0)
 
 
-def ease_everyone(node: Node, now: float, extra_s: float) -> float:
+def ease_everyone(node: Node, now: float, extra_s: float, read_s: float = 0.0) -> float:
     """Those who did not ask for targets go at a pace that leaves time for an iteration of every instance and for
-    something more. Returns that pace."""
+    something more; where layers are read from the disk, for the iterations of all who read, and for reading something
+    more. Returns that pace, of whoever comes."""
     instances = node.instances.values()
     pace_s = SLACK * (sum(_holds_s(one) for one in instances) + extra_s)
+    reading_s = SLACK * (sum(one.decode_s() for one in instances if one.hosting.layer_s is not None) + read_s)
     for instance in instances:
+        own_s = pace_s if instance.hosting.layer_s is None else max(pace_s, reading_s)
         for work in instance.works():
             is_overdue = instance.due_s(work) < now
-            if not work.is_strict and (is_overdue or work.tpot_s < pace_s):
-                work.slow_down(now, max(work.tpot_s, pace_s), instance.produced(work))
+            if not work.is_strict and (is_overdue or work.tpot_s < own_s):
+                work.slow_down(now, max(work.tpot_s, own_s), instance.produced(work))
         instance.sort_by_due()
         instance.refresh()
-    return pace_s
+    return max(pace_s, reading_s) if read_s else pace_s
 
 
 def _holds_s(instance: Instance) -> float:
@@ -181,6 +184,7 @@ def ease(node: Node, question: protocol.Ease, now: float) -> protocol.Eased:
     hosting = node.device.hostings.get(work.model)
     if hosting is None:
         return protocol.Eased()
-    own_s = hosting.latency.decode_s(1, work.known_tokens) if hosting.layer_s is None else hosting.layer_s
-    own_s *= node.device.overestimate
-    return protocol.Eased(ease_everyone(node, now, own_s))
+    own_s, scale = hosting.latency.decode_s(1, work.known_tokens), node.device.overestimate
+    if hosting.layer_s is None:
+        return protocol.Eased(ease_everyone(node, now, own_s * scale))
+    return protocol.Eased(ease_everyone(node, now, hosting.layer_s * scale, own_s * scale))

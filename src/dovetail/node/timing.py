@@ -21,6 +21,7 @@ from dovetail.policy.headroom import (
     validate_closed,
 )
 from dovetail.policy.latency import prompt_s
+from dovetail.policy.link import LinkClaim, have_room, longest_other_s
 from dovetail.policy.members import prefill_turn_s
 from dovetail.policy.parameters import Shadow
 from dovetail.policy.parts import in_parts_s, least_s, lost_s, split_s
@@ -136,12 +137,19 @@ class Timing:
         others: list[Instance],
     ) -> Refusal | None:
         """Of a model that reads its layers from the disk: the others go before each of them, and have to have time for
-        one more. Its own pace is that of the disk."""
+        one more. Its own pace is that of the disk, which it shares with those that read theirs (C4)."""
         strictest_s = work.tpot_s if target is None else min(work.tpot_s, target.strictest_s)
         others_s = sum(self.pace_s(one) for one in others) + layer_s * self._overestimate
-        if max(decodes) > strictest_s or others_s > min((one.strictest_s for one in others), default=INFINITY):
+        if others_s > min((one.strictest_s for one in others), default=INFINITY):
+            return Refusal.DECODE_OVERCOMMITTED
+        reading = [one for one in self._instances.values() if one.waited_for and one is not target]
+        reading = [one for one in reading if one.hosting.layer_s is not None]
+        claims = [LinkClaim(self.pace_s(one), one.strictest_s) for one in reading]
+        claims.append(LinkClaim(max(decodes), strictest_s))
+        if not have_room(claims):
             return Refusal.DECODE_OVERCOMMITTED
         candidate, own = self._candidate(target, work, free_at_s, None, *decodes)
+        free_at_s += longest_other_s(claims, len(reading))
         return Refusal.FIRST_TOKEN_LATE if must_be_late(candidate, own, free_at_s) else None
 
     def _is_overcommitted(self, others: list[Instance], target: Instance | None, tpot_s: float, total_s: float) -> bool:
