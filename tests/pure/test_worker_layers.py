@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from driver_builders import CheckedExecutor, Clock, Rig, expected
+from driver_builders import WEIGHT_BYTES, CheckedExecutor, Clock, Rig, expected
 from sim_builders import make_latency
 
 from dovetail.node.protocol import Preempt
@@ -72,7 +72,7 @@ class LayerRig(Rig):
             return hosting
         assert isinstance(self.latency, LatencyModel)
         latency = LiveLatency(with_link(self.latency, LINK_S), LINK_S)
-        return replace(hosting, latency=latency, layer_s=LAYER_S)
+        return replace(hosting, weight_bytes=2 * WEIGHT_BYTES, latency=latency, layer_s=LAYER_S)
 
     def make_executor(self, model: str, blocks: int) -> CheckedExecutor:
         return ReadingExecutor(self.clock, blocks) if model in "lm" else super().make_executor(model, blocks)
