@@ -240,9 +240,18 @@ CACHED_MEANWHILE = [
 ]
 
 
+# An instance that only best effort runs on was to make way, and its requests were taken for newcomers each time.
+BEST_EFFORT_IN_THE_WAY = [
+    *(Asked(0.0, 3, 136, 25), Asked(0.0, 2, 100, 5, "flex"), Asked(0.0, 1, 24, 33), Asked(0.0, 2, 85, 24, "chat")),
+    *(Asked(0.0, 2, 149, 30), Asked(1.7, 0, 88, 35, "flex"), Asked(0.013, 0, 84, 31, "strict")),
+    *(Asked(0.0, 1, 113, 34), Asked(1.7, 0, 59, 1), Asked(0.0, 3, 1, 3)),
+]
+
+
 @settings(max_examples=30, deadline=None)
 @given(requests(("plain", "strict", "flex", "chat")))
 @example(CACHED_MEANWHILE)
+@example(BEST_EFFORT_IN_THE_WAY)
 def test_both_learn_the_same_from_what_turns_take(asked: list[Asked]) -> None:
     assert simulated(asked, is_live=True) == Worker(asked, is_live=True).run()
 

@@ -102,8 +102,8 @@ class Displacements:
         return bool(work.waits_for_room_s) and (work.id in self._seeker.room or work.search is not None)
 
     def _there(self, plan: Displace, instance: int) -> list[int]:
-        """Requests on an instance that makes way."""
-        there = placed_on(self._seeker.works.values(), plan.node)
+        """Requests on an instance that makes way, without best effort, which waits for another place."""
+        there = [work for work in placed_on(self._seeker.works.values(), plan.node) if not work.is_best_effort]
         return [work.id for work in there if work.place is not None and work.place.instance == instance]
 
     def gone(self, node: NodeHandle, instance: int) -> None:
