@@ -227,10 +227,8 @@ def _in_rounds(device: DeviceSnapshot[LaneT], candidates: Sequence[LaneT], now: 
     prompting = [one for one in candidates if one.waiting]
     prompter = min(prompting, key=lambda one: one.urgent_prefill_s(one.waiting[0]), default=None)
     if prompter is not None and may_compute(seats[prompter], answering, device.parted_s):
-        if prompter in device.almost:
-            return None
         seconds = part_between_s(seats[prompter], answering, rule.part_s, prompter.splitting_s())
-        return _part_of(device, prompter, now, seconds, mixes=_mixes(device, prompter, now))
+        return None if prompter in device.almost else _part_of(device, prompter, now, seconds, mixes=False)
     if not answering:
         return None
     chosen = next_to_answer(answering, now).lane
@@ -238,8 +236,8 @@ def _in_rounds(device: DeviceSnapshot[LaneT], candidates: Sequence[LaneT], now: 
 
 
 def _mixes(device: DeviceSnapshot[LaneT], lane: LaneT, now: float) -> bool:
-    """Whether its running requests have a token in the iteration of its prompts: all of them, and where these have
-    time, for it takes longer by that."""
+    """Whether all its running requests have a token in the iteration of its prompts, where nobody else takes turns: it
+    takes longer by that, so that where models answer in rounds, its prompts have to have time."""
     if not (device.rule.mixes_decodes and lane.running):
         return False
     return not device.rule.in_rounds or (_have_time(lane, now) and decode_of(device, lane, now).rows is None)
