@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,8 +10,9 @@ import pytest
 from driver_builders import Rig, expected
 from sim_builders import make_hosting, make_node, make_work, serve_memory
 
-from dovetail.node.events import Turn
+from dovetail.node.events import Leave, Turn
 from dovetail.node.node import Node
+from dovetail.node.runtime import NodeRuntime
 from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.latency import Curve, LatencyModel, Surface
@@ -202,13 +204,32 @@ def test_a_device_is_expected_to_be_free_when_those_are_done_that_it_lets_in() -
     assert node.turn is turn
 
 
+def test_nobody_is_let_in_whose_blocks_are_given_back_only_when_the_turn_has_ended() -> None:
+    """They count as free: in the end a token had none (server storm 50802)."""
+    node = shared()
+    answering(node, 0, "large")
+    answering(node, 1, "small")
+    while (turn := node.next_turn(0.0)) is not None and turn.instance.model == "small":
+        node.turn_done(0.0, [])
+    assert turn is not None
+    small = next(one for one in node.instances.values() if one.model == "small")
+    assert node.interlude(turn.slice_s, None, {small.id}) is None
+    runtime = NodeRuntime(node)
+    runtime.outbox.append(Leave(make_work(9, "small"), small.id))
+    assert runtime.interlude(turn.slice_s) is None
+    runtime.outbox.clear()
+    inner = runtime.interlude(2 * turn.slice_s)
+    assert inner is not None
+    assert inner.instance is small
+
+
 def test_storms_violate_no_invariant_where_turns_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests come, end, fail and move while turns of others are let in."""
     let_in: list[bool] = []
     interlude = Node.interlude
 
-    def spy(node: Node, now: float, is_layer_here: bool | None = None) -> Turn | None:
-        turn = interlude(node, now, is_layer_here)
+    def spy(node: Node, now: float, is_layer_here: bool | None = None, leaving: Collection[int] = ()) -> Turn | None:
+        turn = interlude(node, now, is_layer_here, leaving)
         let_in.append(turn is not None)
         return turn
 

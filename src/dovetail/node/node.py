@@ -6,7 +6,7 @@ has the last word on everything that touches its memory or its time; where else 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from dovetail.node.admission import KEEP, Admitter, Grant
@@ -237,13 +237,14 @@ class Node:
         self.turns.begin(turn, now)
         return turn
 
-    def interlude(self, now: float, is_layer_here: bool | None = None) -> Turn | None:
-        """The turn under way has been computed for its slice: whose turn is let in, if anybody's. Or it has come to a
-        layer of a model that reads its layers from the disk, which is there or not yet."""
+    def interlude(self, now: float, is_layer_here: bool | None = None, leaving: Collection[int] = ()) -> Turn | None:
+        """The turn under way has been computed for its slice: whose turn is let in, if anybody's, but for these
+        instances. Or it has come to a layer of a model that reads its layers from the disk, which is there or not
+        yet."""
         if is_layer_here is not None:
             return self._next(partial(self.turns.meanwhile, is_layer_here=is_layer_here), now)
         self.device.now_s = now
-        turn = self.turns.interlude(now)
+        turn = self.turns.interlude(now, leaving)
         if turn is not None:
             self.turns.begin(turn, now)
         return turn

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from dovetail.node.device import Device
@@ -120,11 +121,12 @@ class Turns:
             is_held,
         )
 
-    def interlude(self, now: float) -> Turn | None:
-        """The turn under way has stopped between two layers: who answers meanwhile, each once. None: it goes on."""
+    def interlude(self, now: float, leaving: Collection[int] = ()) -> Turn | None:
+        """The turn under way has stopped between two layers: who answers meanwhile, each once, but for these instances.
+        None: it goes on."""
         halted = self._state.underway
         assert halted is not None, "no turn under way"
-        others = [one for one in self._state.active if one.answers and _may_be_inside(one)]
+        others = [one for one in self._state.active if one.answers and _may_be_inside(one) and one.id not in leaving]
         seats = [seat_of(one, self._rule) for one in others if one.turned_s <= halted.sliced_s]
         if seats and not self._state.joined:
             chosen = next_to_answer(seats, now)
