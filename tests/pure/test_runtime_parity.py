@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import random
 import sys
+from collections.abc import Collection
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -308,8 +309,8 @@ def test_the_drivers_agree_on_turns_that_stop_for_others(monkeypatch: pytest.Mon
     let_in: list[Turn | None] = []
     interlude = Node.interlude
 
-    def spy(node: Node, now: float, is_layer_here: bool | None = None) -> Turn | None:
-        let_in.append(interlude(node, now, is_layer_here))
+    def spy(node: Node, now: float, is_layer_here: bool | None = None, leaving: Collection[int] = ()) -> Turn | None:
+        let_in.append(interlude(node, now, is_layer_here, leaving))
         return let_in[-1]
 
     monkeypatch.setattr(Node, "interlude", spy)

@@ -223,8 +223,7 @@ class NodeRuntime:
         return turn
 
     def interlude(self, now: float, is_layer_here: bool | None = None) -> events.Turn | None:
-        """The turn under way has stopped (`Node.interlude`): whose turn is let in, to be ended like any other. Nobody's
-        whose KV blocks wait to be given back until it has ended: they are counted as free already."""
+        """Whose turn is let in (`Node.interlude`): nobody's whose blocks are given back later and count as free."""
         leaving = {said.instance for said in self.outbox if isinstance(said, events.Leave)}
         if (turn := self.node.interlude(now, is_layer_here, leaving)) is not None:
             self._speech.note_turn(turn, now)
