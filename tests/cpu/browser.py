@@ -47,10 +47,19 @@ class Page:
 
     def wait(self, expression: str, timeout_s: float = 60.0) -> Any:
         deadline = time.monotonic() + timeout_s
-        while not (value := self.js(expression)):
+        while not (value := self._js_while_loading(expression)):
             assert time.monotonic() < deadline, f"never true: {expression}\n{self.js('document.body.innerText')}"
             time.sleep(0.1)
         return value
+
+    def _js_while_loading(self, expression: str) -> Any:
+        """None if the page went while it was asked: the next one is asked again."""
+        try:
+            return self.js(expression)
+        except AssertionError as error:
+            if "navigated or closed" in str(error):
+                return None
+            raise
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
