@@ -132,6 +132,9 @@ def cgroup_cores(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys
     return None
 
 
+NODE_SHARE = 0.75  # of the machine's memory, that its CPU nodes take unless told otherwise
+
+
 def memory_bytes() -> tuple[int, int]:
     """Total and available: of the control group that this process is in, where that has less than the machine."""
     import psutil  # here, because loading it costs more than most callers' work

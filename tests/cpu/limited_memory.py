@@ -17,13 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dovetail.machine import default_root
+from dovetail.machine import NODE_SHARE, default_root
 from dovetail_bench.node_log import read_starts
 
 ROOT = Path("/sys/fs/cgroup")
 DOVETAIL = [sys.executable, "-m", "dovetail", "bench", "many", "--contenders", "dovetail", "--json"]
 LARGE = 8  # one of so many models has half a billion parameters, a GiB; the others have 98 MB
-NODE_SHARE = 0.75  # of the limit: what a node takes that is told nothing, here the pool of weights as well
 FILLED = 0.8  # of the limit: below, this run says nothing of a full machine
 SAMPLE_S = 0.2
 

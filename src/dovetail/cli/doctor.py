@@ -21,10 +21,19 @@ import typer
 from dovetail import __version__
 from dovetail.cli.output import human_bytes, print_json
 from dovetail.errors import ConfigError
-from dovetail.machine import Cpu, Gpu, list_gpus, memory_bytes, preferred_dtype, read_cpu, read_gpus, usable_gpus
+from dovetail.machine import (
+    NODE_SHARE,
+    Cpu,
+    Gpu,
+    list_gpus,
+    memory_bytes,
+    preferred_dtype,
+    read_cpu,
+    read_gpus,
+    usable_gpus,
+)
 from dovetail.types import ModelCard
 
-NODE_SHARE = 0.75  # of the machine's memory, that a CPU node takes unless told otherwise
 _TOLD_FEATURES = (
     *("amx_bf16", "avx512f", "avx512_vnni", "avx512_bf16", "avx2", "avx_vnni"),
     *("bf16", "i8mm", "sve", "asimddp", "asimdhp"),

@@ -23,7 +23,7 @@ from dovetail.cli.tls import TlsCert, TlsKey, check_certificate, tls_config
 from dovetail.config import Config, KeyConfig, NodeConfig, StoreConfig, load_config, parse_duration, parse_size
 from dovetail.errors import ConfigError
 from dovetail.local_token import KEY_VARIABLE
-from dovetail.machine import hide_argument, memory_bytes, spare_collector, usable_cores, usable_gpus
+from dovetail.machine import NODE_SHARE, hide_argument, memory_bytes, spare_collector, usable_cores, usable_gpus
 
 if TYPE_CHECKING:
     import socket
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from dovetail.store.host_pool.pool import HostPool
     from dovetail.store.paths import StorePaths
 
-HOST_SHARE = 0.75  # of the machine's memory, for weights and KV of all CPU nodes together
 _SWITCH_S = 0.001  # that a thread may keep the interpreter while the event loop waits for it
 
 logger = logging.getLogger("dovetail.gateway")
@@ -211,7 +210,7 @@ def _shared(config: Config) -> Config:
     count = sum(node.device == "cpu" for node in config.nodes)
     if count < 2:
         return config
-    share = {"threads": max(usable_cores() // count, 1), "memory": int(memory_bytes()[0] * HOST_SHARE) // count}
+    share = {"threads": max(usable_cores() // count, 1), "memory": int(memory_bytes()[0] * NODE_SHARE) // count}
     nodes = []
     for node in config.nodes:
         open_keys = [key for key in share if node.device == "cpu" and not getattr(node, key)]

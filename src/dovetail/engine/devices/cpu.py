@@ -18,13 +18,12 @@ from dovetail.engine.executor import CpuExecutor, ExecutorConfig, serves_as_stor
 from dovetail.engine.layer_source import StreamedCheckpoint
 from dovetail.engine.native_model import can_run
 from dovetail.layouts import CELLS, GGUF, packed_bytes
-from dovetail.machine import memory_bytes, read_cpu, slug
+from dovetail.machine import NODE_SHARE, memory_bytes, read_cpu, slug
 from dovetail.modelspec import ModelSpec
 from dovetail.native import select
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.placement import DeviceKind
 
-MEMORY_SHARE = 0.75  # of the machine
 QUANTISED = ("int8", "int4", GGUF)
 EFFICIENCY, FLOOR_S, LAYER_S = 0.6, 0.002, 0.0003
 
@@ -35,7 +34,7 @@ class CpuDevice:
 
     def __init__(self, threads: int) -> None:
         self.label = f"{slug(read_cpu().model)}-{threads}c"
-        self.memory_bytes = int(memory_bytes()[0] * MEMORY_SHARE)
+        self.memory_bytes = int(memory_bytes()[0] * NODE_SHARE)
 
     def node_bytes(self, asked: int) -> int:
         return asked or self.memory_bytes
