@@ -8,7 +8,6 @@ import multiprocessing
 import time
 from pathlib import Path
 
-import httpx
 import msgspec
 
 from dovetail.errors import DovetailError
@@ -16,6 +15,7 @@ from dovetail_bench.attainment import percentile
 from dovetail_bench.fleet import Report
 from dovetail_bench.gaps import CAPTURE_S, batch_server
 from dovetail_bench.loop_client import LoopMix, Seen, stream
+from dovetail_bench.many import read_metrics
 from dovetail_bench.random_models import random_models
 from dovetail_bench.servers import running
 
@@ -88,9 +88,8 @@ def run_loop(port: int, name: str, mix: LoopMix) -> LoopFigures:
 
 
 def _counters(port: int) -> dict[str, float]:
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=30.0).text
+    metrics = read_metrics(f"http://127.0.0.1:{port}")
     found = {"at": time.monotonic()}
     for name in ("generation_tokens_total", "prompt_tokens_total", "turns_total", "turn_seconds_total"):
-        lines = [line for line in text.splitlines() if line.startswith(f"dovetail:{name}")]
-        found[name] = sum(float(line.rpartition(" ")[2]) for line in lines)
+        found[name] = sum(value for _, value in metrics.get(f"dovetail:{name}", ()))
     return found
