@@ -95,6 +95,17 @@ def run(node: Node, until_s: float) -> list[tuple[float, Turn]]:
     return found
 
 
+def in_turn_of_the_large() -> tuple[Node, Turn]:
+    """A node whose small model answers too, and the turn that is under way."""
+    node = shared()
+    answering(node, 0, "large")
+    answering(node, 1, "small")
+    while (turn := node.next_turn(0.0)) is not None and turn.instance.model == "small":
+        node.turn_done(0.0, [])
+    assert turn is not None
+    return node, turn
+
+
 def ends_of(turns: list[tuple[float, Turn]], model: str) -> list[float]:
     return [end for end, turn in turns if turn.instance.model == model]
 
@@ -188,12 +199,7 @@ def test_a_gpu_does_not_stop() -> None:
 
 
 def test_a_device_is_expected_to_be_free_when_those_are_done_that_it_lets_in() -> None:
-    node = shared()
-    answering(node, 0, "large")
-    answering(node, 1, "small")
-    while (turn := node.next_turn(0.0)) is not None and turn.instance.model == "small":
-        node.turn_done(0.0, [])
-    assert turn is not None
+    node, turn = in_turn_of_the_large()
     whole_s = 10 * TOKEN_S * 1.1
     assert node._free_at_s(0.0) == pytest.approx(whole_s + whole_s / ANSWER_SLICE, rel=0.1)
     inner = node.interlude(turn.slice_s)
@@ -206,12 +212,7 @@ def test_a_device_is_expected_to_be_free_when_those_are_done_that_it_lets_in() -
 
 def test_nobody_is_let_in_whose_blocks_are_given_back_only_when_the_turn_has_ended() -> None:
     """They count as free: in the end a token had none (server storm 50802)."""
-    node = shared()
-    answering(node, 0, "large")
-    answering(node, 1, "small")
-    while (turn := node.next_turn(0.0)) is not None and turn.instance.model == "small":
-        node.turn_done(0.0, [])
-    assert turn is not None
+    node, turn = in_turn_of_the_large()
     small = next(one for one in node.instances.values() if one.model == "small")
     assert node.interlude(turn.slice_s, None, {small.id}) is None
     runtime = NodeRuntime(node)

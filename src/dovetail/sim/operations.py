@@ -46,8 +46,9 @@ class Operation(NamedTuple):
     is_forced: bool = False
 
 
-def draw_operations(rng: Random, choices: list[tuple[float, tuple[int, ...]]], models: int, nodes: int,
-                    horizon_s: float) -> list[Operation]:  # fmt: skip
+def draw_operations(
+    rng: Random, choices: list[tuple[float, tuple[int, ...]]], models: int, nodes: int, horizon_s: float
+) -> list[Operation]:
     """`choices`: of each request, when it comes and the numbers of its choices."""
     found = []
     if rng.random() < 0.5:

@@ -99,8 +99,8 @@ def arrivals(log: RealLog, real: Result) -> list[Arrival]:
         event = asked[real.numbers[record.id]]
         arrival = Arrival(record.arrival_s, record.model, record.input_tokens, record.output_tokens)
         arrival = arrival._replace(ttft_s=event.get("ttft_s"), tpot_s=event.get("tpot_s"))
-        arrival = arrival._replace(goes_first=event.get("goes_first", False))
-        found.append(arrival._replace(is_best_effort=event.get("best_effort", False)))
+        best_effort, first = event.get("best_effort", False), event.get("goes_first", False)
+        found.append(arrival._replace(is_best_effort=best_effort, goes_first=first))
     return found
 
 
